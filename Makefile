@@ -1,0 +1,38 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Both create .venv first.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+MOPD := $(VENV)/bin/mopd
+STAMP := $(VENV)/.installed
+# Set QUICK=1 for a small run in minutes, FRESH=1 to throw earlier results away.
+QUICK ?=
+FRESH ?=
+FLAGS := $(if $(QUICK),--quick) $(if $(FRESH),--fresh)
+
+.PHONY: setup demo study test lint format clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "Creating $(VENV) and installing (about 1.6 GB on disk; one to several minutes) ..."
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e ".[environments,tensorboard,test]"
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	$(MOPD) demo $(FLAGS)
+
+study: $(STAMP)
+	$(MOPD) study $(FLAGS)
+
+test: $(STAMP)
+	$(VENV)/bin/ruff check .
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check .
+
+format: $(STAMP)
+	$(VENV)/bin/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,432 @@
+"""The configuration of a run: typed sections, YAML files that include one another, `key=value` overrides.
+
+Every error of a config is reported in one message, each with its key. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mopd.rows import STREAMS
+
+
+class ConfigError(ValueError):
+    """The configuration is wrong; the message lists every error with its key and what to do."""
+
+
+@dataclasses.dataclass
+class DomainConfig:
+    """A family of tasks with its environment, its teacher and its share of every batch."""
+
+    environment: str = ""  # a registered name, or package.module:factory from your own package
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    teacher: str = ""  # an id under `teachers`
+    share: float = 1.0
+    prefix_fraction: float | None = None  # overrides train.prefix_fraction for this domain
+    system_prompt: str | None = None  # replaces the environment's own
+    max_turns: int = 12
+    max_turn_tokens: int = 24
+    max_context_tokens: int = 1024
+    demonstrations: int = 300  # expert episodes
+    novice_episodes: int = 300  # episodes of mixed quality, for pre-training a base model
+    teacher_episodes: int = 300  # episodes that the teacher plays into the store
+    evaluation_episodes: int = 0  # 0: every task of the split
+    environments: int = 64  # kept ready at a time
+    workers: int = 2  # threads that reset environments ahead of need
+
+
+@dataclasses.dataclass
+class TeacherConfig:
+    model: str = ""  # Hugging Face folder or id
+    trust_remote_code: bool = False
+
+
+@dataclasses.dataclass
+class StudentConfig:
+    model: str = ""  # Hugging Face folder or id from which the student starts
+    trust_remote_code: bool = False
+    freeze_router: bool = True
+
+
+@dataclasses.dataclass
+class OptimizerConfig:
+    learning_rate: float = 1e-3
+    betas: list[float] = dataclasses.field(default_factory=lambda: [0.9, 0.98])
+    weight_decay: float = 0.0
+    schedule: str = "cosine"  # constant | linear | cosine
+    warmup_steps: int = 5
+    final_fraction: float = 0.1  # learning rate at the end over the peak
+    gradient_clip: float = 1.0
+
+
+@dataclasses.dataclass
+class DeepSpeedConfig:
+    zero_stage: int = 0
+    dtype: str = "float32"
+    raw: dict[str, Any] = dataclasses.field(default_factory=dict)  # merged over the generated DeepSpeed config
+
+
+@dataclasses.dataclass
+class BaseConfig:
+    """Pre-training of the tiny Mixture-of-Experts base model on the environments' text."""
+
+    vocabulary: int = 1024
+    hidden: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    experts: int = 8
+    experts_per_token: int = 2
+    expert_intermediate: int = 192
+    max_positions: int = 2048
+    steps: int = 400
+    rows_per_step: int = 24  # episodes per optimizer step
+    micro_batch_tokens: int = 4096
+    expert_shares: dict[str, float] = dataclasses.field(default_factory=dict)  # domain → share of expert episodes
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+
+
+@dataclasses.dataclass
+class NoviceConfig:
+    """Players of mixed quality: with this probability a turn is a random admissible action."""
+
+    random_share: float = 0.6
+
+
+@dataclasses.dataclass
+class SFTConfig:
+    """Supervised training on stored demonstrations: a teacher, or the off-policy baseline."""
+
+    steps: int = 200
+    rows_per_step: int = 16  # trajectories per optimizer step
+    micro_batch_tokens: int = 4096
+    checkpoint_every: int = 50
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+
+
+@dataclasses.dataclass
+class CollectConfig:
+    """Teachers play the training tasks into the prefix store."""
+
+    temperature: float = 1.0
+    batch: int = 64
+    success_only: bool = False
+
+
+@dataclasses.dataclass
+class SelectionConfig:
+    """Which decision points of a stored trajectory the student resumes from."""
+
+    strategy: str = "uniform"  # uniform | uniform_depth | geometric | package.module:factory
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    points_per_sequence: int = 0  # 0: all of them
+    success_only: bool = True
+    draw: str = "distinct"  # replacement | distinct (within a step) | epoch (until all were drawn)
+
+
+@dataclasses.dataclass
+class TrainConfig:
+    """The MOPD² run itself."""
+
+    name: str = "student_mixed"
+    steps: int = 200
+    samples_per_step: int = 18  # tasks and stored trajectories together, over all domains
+    prefix_fraction: float = 0.5  # share of a domain's samples that resume from stored prefixes
+    teacher_prefix_share: float = 0.5  # of those, share whose prefix a teacher played; the rest is demonstrations
+    demonstration_fraction: float = 0.0  # weight of the stored turns' own stream (off)
+    group_size: int = 1  # sequences per rollout task
+    fresh_turns: int = 1  # fresh turns per decision point
+    objective: str = "forward_kl"
+    objective_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    aggregation: str = "token_mean"
+    balance: str = "none"  # none | fixed | normalised
+    balance_weights: dict[str, float] = dataclasses.field(default_factory=dict)
+    domain_schedule: str = "adaptive"  # static | adaptive
+    adaptive_gamma: float = 1.0
+    adaptive_minimum: float = 0.1
+    adaptive_maximum: float = 0.8
+    adaptive_smoothing: float = 0.9
+    adaptive_kl_smoothing: float = 0.9
+    adaptive_patience: int = 40  # steps without a new low of the reverse KL after which a share no longer grows
+    temperature: float = 1.0
+    micro_batch_tokens: int = 4096
+    sampling_batch: int = 96
+    checkpoint_every: int = 50
+    keep_checkpoints: int = 2
+    peak_alert: float = 7.0  # expert load over the mean
+    cold_alert: float = 0.3  # share of experts with less than a tenth of the mean
+    max_infra_failure_share: float = 0.5  # above it a run stops instead of training on what is left
+    tensorboard: bool = False
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+
+
+@dataclasses.dataclass
+class EvaluateConfig:
+    split: str = "test"
+    temperature: float = 0.0
+    batch: int = 128
+    out: str = "${run}/eval"
+
+
+@dataclasses.dataclass
+class StudyConfig:
+    """Arms of `mopd study`: name → overrides of this config."""
+
+    seeds: list[int] = dataclasses.field(default_factory=lambda: [1, 2])
+    arms: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    off_policy_sft: bool = True
+    evaluation: list[str] = dataclasses.field(default_factory=list)  # overrides for the study's larger evaluation
+
+
+@dataclasses.dataclass
+class Config:
+    run: str = "runs/demo"
+    seed: int = 1
+    threads: int = 0  # CPU threads of one process; 0: as the environment says
+    store: str = "${run}/store"
+    domains: dict[str, DomainConfig] = dataclasses.field(default_factory=dict)
+    teachers: dict[str, TeacherConfig] = dataclasses.field(default_factory=dict)
+    student: StudentConfig = dataclasses.field(default_factory=StudentConfig)
+    base: BaseConfig = dataclasses.field(default_factory=BaseConfig)
+    novice: NoviceConfig = dataclasses.field(default_factory=NoviceConfig)
+    sft: SFTConfig = dataclasses.field(default_factory=SFTConfig)
+    sft_domains: dict[str, SFTConfig] = dataclasses.field(default_factory=dict)  # overrides of sft by domain
+    off_policy: SFTConfig = dataclasses.field(default_factory=SFTConfig)
+    collect: CollectConfig = dataclasses.field(default_factory=CollectConfig)
+    selection: SelectionConfig = dataclasses.field(default_factory=SelectionConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    evaluate: EvaluateConfig = dataclasses.field(default_factory=EvaluateConfig)
+    study: StudyConfig = dataclasses.field(default_factory=StudyConfig)
+    deepspeed: DeepSpeedConfig = dataclasses.field(default_factory=DeepSpeedConfig)
+    seeds: list[int] = dataclasses.field(default_factory=lambda: [1])  # training seeds of `mopd demo`
+
+
+def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
+    """Read `path` (YAML, with `include: [other.yaml, ...]` relative to it), apply `key=value` overrides, check all.
+
+    Raises ConfigError with every error found, each with its key.
+    """
+    raw = _read(Path(path), ())
+    errors: list[str] = []
+    dotted = []
+    for item in overrides:
+        if "=" not in item:
+            errors.append(f"{item}: an override is written key=value, for example train.steps=100")
+        else:
+            dotted.append(item)
+    try:
+        raw = OmegaConf.merge(raw, OmegaConf.from_dotlist(dotted))
+        plain = OmegaConf.to_container(raw, resolve=False)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {_one_line(error)}") from error
+    _walk(Config, plain, "", errors)
+    if errors:
+        raise ConfigError(_message(path, errors))
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), raw)
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {_one_line(error)}") from error
+    errors = semantic_errors(config)
+    if errors:
+        raise ConfigError(_message(path, errors))
+    return config
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Plain nested dictionaries, for JSON and for comparing two configurations."""
+    return dataclasses.asdict(config)
+
+
+def semantic_errors(config: Config) -> list[str]:
+    """What is wrong between keys of a config whose types are right; each entry starts with the key."""
+    errors = []
+    if not config.domains:
+        errors.append("domains: no domain is configured; a run needs at least one, each with an environment and a teacher")
+    for name, domain in config.domains.items():
+        if not domain.environment:
+            errors.append(f"domains.{name}.environment: missing; name an environment or package.module:factory")
+        if not domain.teacher:
+            errors.append(f"domains.{name}.teacher: this domain has no teacher; name one of {_names(config.teachers)}")
+        elif domain.teacher not in config.teachers:
+            errors.append(f"domains.{name}.teacher: no teacher '{domain.teacher}' under teachers; "
+                          f"there {_names(config.teachers)}")
+        if domain.share < 0:
+            errors.append(f"domains.{name}.share: {domain.share} is negative")
+        if domain.prefix_fraction is not None and not 0 <= domain.prefix_fraction <= 1:
+            errors.append(f"domains.{name}.prefix_fraction: {domain.prefix_fraction} is not between 0 and 1")
+        for key in ("max_turns", "max_turn_tokens", "max_context_tokens", "workers", "environments"):
+            if getattr(domain, key) < 1:
+                errors.append(f"domains.{name}.{key}: must be at least 1")
+    if config.domains and sum(d.share for d in config.domains.values()) <= 0:
+        errors.append("domains: the shares add up to 0; give at least one domain a positive share")
+    for name, teacher in config.teachers.items():
+        if not teacher.model:
+            errors.append(f"teachers.{name}.model: missing; name a Hugging Face folder or id")
+    for name in config.sft_domains:
+        if name not in config.domains:
+            errors.append(f"sft_domains.{name}: no such domain; there is {_names(config.domains)}")
+    for name in config.base.expert_shares:
+        if name not in config.domains:
+            errors.append(f"base.expert_shares.{name}: no such domain; there is {_names(config.domains)}")
+    train = config.train
+    for key in ("prefix_fraction", "teacher_prefix_share", "demonstration_fraction", "max_infra_failure_share"):
+        if not 0 <= getattr(train, key) <= 1:
+            errors.append(f"train.{key}: {getattr(train, key)} is not between 0 and 1")
+    for key in ("steps", "samples_per_step", "group_size", "fresh_turns", "micro_batch_tokens", "sampling_batch",
+                "adaptive_patience"):
+        if getattr(train, key) < 1:
+            errors.append(f"train.{key}: must be at least 1")
+    if train.temperature <= 0:
+        errors.append(f"train.temperature: {train.temperature} must be positive; greedy samples carry no density")
+    _one_of(errors, "train.domain_schedule", train.domain_schedule, ("static", "adaptive"))
+    _one_of(errors, "train.balance", train.balance, ("none", "fixed", "normalised"))
+    _one_of(errors, "evaluate.split", config.evaluate.split, ("train", "development", "test"))
+    for key, optimizer in (("base", config.base.optimizer), ("sft", config.sft.optimizer), ("train", train.optimizer),
+                           ("off_policy", config.off_policy.optimizer)):
+        _one_of(errors, f"{key}.optimizer.schedule", optimizer.schedule, ("constant", "linear", "cosine"))
+        if optimizer.learning_rate <= 0:
+            errors.append(f"{key}.optimizer.learning_rate: {optimizer.learning_rate} must be positive")
+        if len(optimizer.betas) != 2:
+            errors.append(f"{key}.optimizer.betas: needs two numbers")
+    if config.deepspeed.zero_stage not in (0, 1, 2, 3):
+        errors.append(f"deepspeed.zero_stage: {config.deepspeed.zero_stage} is not one of 0, 1, 2, 3")
+    _one_of(errors, "deepspeed.dtype", config.deepspeed.dtype, ("float32", "bfloat16"))
+    if train.domain_schedule == "adaptive":
+        n = max(len(config.domains), 1)
+        if train.adaptive_minimum * n > 1 or train.adaptive_maximum * n < 1:
+            errors.append(f"train.adaptive_minimum: {n} shares between {train.adaptive_minimum} and "
+                          f"{train.adaptive_maximum} cannot add up to 1")
+    return errors
+
+
+def stream_shares(config: Config, domain: str) -> dict[str, float]:
+    """Share of each stream in `domain`'s batch; the shares of rollout and prefix streams add up to 1 − λ.
+
+    λ (`demonstration_fraction`) of the weight goes to the stored turns, scored at the same points (GKD 2306.13649).
+    """
+    own = config.domains[domain].prefix_fraction
+    prefix = config.train.prefix_fraction if own is None else own
+    lam = config.train.demonstration_fraction if prefix > 0 else 0.0
+    shares = {
+        "rollout": (1 - lam) * (1 - prefix),
+        "teacher_prefix": (1 - lam) * prefix * config.train.teacher_prefix_share,
+        "sft_prefix": (1 - lam) * prefix * (1 - config.train.teacher_prefix_share),
+        "demonstration": lam,
+    }
+    assert set(shares) == set(STREAMS)
+    return shares
+
+
+def _read(path: Path, parents: tuple[Path, ...]):
+    if not path.is_file():
+        by = f" (included by {parents[-1]})" if parents else ""
+        raise ConfigError(f"{path}: no such config file{by}; configs/ holds the ready recipes")
+    path = path.resolve()
+    if path in parents:
+        raise ConfigError(f"{path}: includes itself through {' → '.join(str(p) for p in parents)}")
+    try:
+        raw = OmegaConf.load(path)
+    except Exception as error:
+        raise ConfigError(f"{path}: not valid YAML: {_one_line(error)}") from error
+    if not OmegaConf.is_dict(raw):
+        raise ConfigError(f"{path}: a config is a mapping of sections, this is not")
+    includes = raw.pop("include", []) if "include" in raw else []
+    result = OmegaConf.create({})
+    for name in includes:
+        result = OmegaConf.merge(result, _read(path.parent / name, (*parents, path)))
+    return OmegaConf.merge(result, raw)
+
+
+def _walk(kind: type, value: Any, key: str, errors: list[str]) -> None:
+    """Unknown keys and wrong types below `key`, all of them."""
+    if not isinstance(value, dict):
+        errors.append(f"{key or 'config'}: expected a section, found {value!r}")
+        return
+    hints = typing.get_type_hints(kind)
+    for name, item in value.items():
+        full = f"{key}.{name}" if key else str(name)
+        if name not in hints:
+            close = difflib.get_close_matches(str(name), hints, n=1)
+            errors.append(f"{full}: unknown key" + (f"; did you mean {close[0]}?" if close else
+                                                    f"; known here: {', '.join(sorted(hints))}"))
+            continue
+        _check(hints[name], item, full, errors)
+
+
+def _check(hint: Any, value: Any, key: str, errors: list[str]) -> None:
+    if isinstance(value, str) and value.startswith("${"):
+        return
+    if dataclasses.is_dataclass(hint):
+        _walk(hint, value, key, errors)
+        return
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return
+        _check(next(a for a in arguments if a is not type(None)), value, key, errors)
+    elif origin is dict:
+        if not isinstance(value, dict):
+            errors.append(f"{key}: expected a mapping, found {value!r}")
+        elif arguments[1] is not Any:
+            for name, item in value.items():
+                _check(arguments[1], item, f"{key}.{name}", errors)
+    elif origin is list:
+        if not isinstance(value, list):
+            errors.append(f"{key}: expected a list, found {value!r}")
+        else:
+            for i, item in enumerate(value):
+                _check(arguments[0], item, f"{key}[{i}]", errors)
+    elif hint is bool:
+        if not isinstance(value, bool):
+            errors.append(f"{key}: expected true or false, found {value!r}")
+    elif hint is int:
+        if not isinstance(value, int) or isinstance(value, bool):
+            errors.append(f"{key}: expected a whole number, found {value!r}")
+    elif hint is float:
+        if isinstance(value, str):  # YAML reads 1e-3 without a point as text
+            try:
+                float(value)
+            except ValueError:
+                errors.append(f"{key}: expected a number, found {value!r}")
+        elif not isinstance(value, int | float) or isinstance(value, bool):
+            errors.append(f"{key}: expected a number, found {value!r}")
+    elif hint is str and not isinstance(value, str):
+        errors.append(f"{key}: expected text, found {value!r}; put it in quotes")
+
+
+def _one_of(errors: list[str], key: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        errors.append(f"{key}: '{value}' is not one of {', '.join(allowed)}")
+
+
+def _names(mapping: dict) -> str:
+    return "none is configured" if not mapping else ", ".join(sorted(mapping))
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _message(path: Any, errors: list[str]) -> str:
+    return f"{path}: {len(errors)} error(s) in the configuration:\n" + "\n".join(f"  {e}" for e in errors)
+
+
+def learner_config(optimizer: OptimizerConfig, config: Config, *, log_file: str = ""):
+    """The learner's own config for one kind of training (imports torch)."""
+    from mopd.learner.engine import LearnerConfig
+
+    return LearnerConfig(
+        learning_rate=optimizer.learning_rate, beta1=optimizer.betas[0], beta2=optimizer.betas[1],
+        weight_decay=optimizer.weight_decay, schedule=optimizer.schedule, warmup_steps=optimizer.warmup_steps,
+        minimum_ratio=optimizer.final_fraction, gradient_clipping=optimizer.gradient_clip,
+        zero_stage=config.deepspeed.zero_stage, dtype=config.deepspeed.dtype, freeze_router=config.student.freeze_router,
+        seed=config.seed, deepspeed=config.deepspeed.raw, log_file=log_file)

@@ -1,0 +1,142 @@
+"""A domain's parts built from its config: environment family, pool, tasks, harness; and its demonstrations.
+
+Knows environments, renderer and store; knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mopd.config import Config, ConfigError, DomainConfig
+from mopd.environments.base import EnvironmentFamily, Task
+from mopd.environments.demonstrations import demonstrate, write_transcripts
+from mopd.environments.pool import EnvironmentPool
+from mopd.environments.registry import make_family
+from mopd.progress import Progress
+from mopd.seeds import stable_seed
+
+
+class Domain:
+    """One domain, ready to play: `family`, `pool`, `tasks(split)`, `harness`. Close it to end its processes."""
+
+    def __init__(self, name: str, config: DomainConfig):
+        from mopd.sampling.agent_loop import Harness
+
+        self.name, self.config = name, config
+        self.family: EnvironmentFamily = make_family(config.environment, config.options)
+        self.pool = EnvironmentPool(self.family, size=config.environments, workers=config.workers)
+        system = self.family.system_prompt if config.system_prompt is None else config.system_prompt
+        self.harness = Harness(system_prompt=system, max_turns=config.max_turns, max_turn_tokens=config.max_turn_tokens,
+                               max_context_tokens=config.max_context_tokens)
+        self._tasks: dict[str, list[Task]] = {}
+
+    def tasks(self, split: str) -> list[Task]:
+        """Tasks of a split; an empty split is a ConfigError that names the domain."""
+        if split not in self._tasks:
+            tasks = self.family.tasks(split)
+            if not tasks:
+                raise ConfigError(f"domains.{self.name}.options: environment {self.config.environment} has no {split} tasks")
+            self._tasks[split] = tasks
+        return self._tasks[split]
+
+    def draw(self, split: str, *seed: int | str) -> Task:
+        """The task that `seed` picks; a pure function of its parts."""
+        tasks = self.tasks(split)
+        return tasks[stable_seed(self.name, split, *seed) % len(tasks)]
+
+    def spread(self, split: str, count: int) -> list[Task]:
+        """`count` tasks of a split (all if 0), evenly over its order; fewer where the split has fewer."""
+        tasks = self.tasks(split)
+        if count <= 0 or count >= len(tasks):
+            return list(tasks)
+        return [tasks[i * len(tasks) // count] for i in range(count)]
+
+    def close(self) -> None:
+        self.pool.close()
+        self.family.close()
+
+
+def open_domains(config: Config, names: Sequence[str] | None = None) -> dict[str, Domain]:
+    """Build the named domains (all by default); those already built are closed again when one fails."""
+    built: dict[str, Domain] = {}
+    try:
+        for name in names or config.domains:
+            built[name] = Domain(name, config.domains[name])
+    except BaseException:
+        close_domains(built)
+        raise
+    return built
+
+
+def close_domains(domains: dict[str, Domain]) -> None:
+    for domain in domains.values():
+        domain.close()
+
+
+def demonstrate_domain(config: Config, name: str, out: Path) -> None:
+    """The expert plays `demonstrations` training tasks and a novice `novice_episodes`; transcripts go to `out`.
+
+    Prints what was kept and why the rest was not. Raises ConfigError when the expert solved nothing.
+    """
+    domain = Domain(name, config.domains[name])
+    try:
+        players = (("expert", domain.config.demonstrations, 0.0, "success"),
+                   ("novice", domain.config.novice_episodes, config.novice.random_share, "all"))
+        transcripts: list[dict] = []
+        said = []
+        progress = Progress(f"expert of {name}", domain.config.demonstrations + domain.config.novice_episodes)
+        for number, (player, count, random_share, keep) in enumerate(players):
+            if not count:
+                continue
+            before = number * domain.config.demonstrations
+            # Novices play tasks of their own as far as the split has enough of them.
+            tasks = domain.spread("train", sum(p[1] for p in players))
+            tasks = [tasks[(before + i) % len(tasks)] for i in range(count)] if len(tasks) >= before + count else [
+                domain.tasks("train")[i % len(domain.tasks("train"))] for i in range(count)]
+            played = demonstrate(
+                domain.family, name, tasks, seed=stable_seed(config.seed, name, player), random_share=random_share,
+                max_turns=domain.config.max_turns, keep=keep, workers=domain.config.workers, source_id=f"{name}-{player}",
+                progress=lambda done, _, base=before, who=player: progress.update(base + done, who))
+            transcripts += played.transcripts
+            others = {k: v for k, v in played.counts.items() if k != "kept"}
+            said.append(f"{player}: {played.counts.get('kept', 0)} of {count} episodes kept" +
+                        "".join(f", {v} {k} (e.g. {played.examples[k]})" for k, v in others.items()))
+            if player == "expert" and not played.transcripts:
+                raise ConfigError(f"domains.{name}: the expert solved none of {count} training tasks: {others}")
+        write_transcripts(out, transcripts)
+        print("result: " + "; ".join(said))
+    finally:
+        domain.close()
+
+
+def import_demonstrations(config: Config, files: list[Path], domain: str | None, *, expert_only: bool) -> None:
+    """Render demonstrations with the student's chat template and put them into the store (made if it is not there).
+
+    Prints per file how many rows were taken and why the others were not. Raises ConfigError when nothing is to be read.
+    """
+    from mopd.sampling.rendering import ChatRenderer, load_tokenizer, transcript_messages
+    from prefix_store import PrefixStore
+    from prefix_store.importers import import_file
+    from prefix_store.store import check_fingerprint
+
+    if not files:
+        raise ConfigError("no file to import: name at least one with --file")
+    for path in files:
+        if not path.is_file():
+            raise ConfigError(f"--file {path}: no such file")
+    renderer = ChatRenderer(load_tokenizer(config.student.model))
+    there = Path(config.store).exists()
+    limits = {name: part.max_context_tokens for name, part in config.domains.items()}
+    with PrefixStore.open(config.store, "a" if there else "w") as store:
+        if there and len(store):
+            check_fingerprint(store, renderer.fingerprint())
+        taken = 0
+        for path in files:
+            result = import_file(path, renderer, store.append, domain=domain, expert_only=expert_only,
+                                 messages_of=transcript_messages,
+                                 max_context_tokens=limits.get(domain, max(limits.values())))
+            print(result)
+            taken += result.taken
+        version = store.commit(f"import of {', '.join(p.name for p in files)}")
+    print(f"result: {taken} demonstrations in {config.store} at version {version}")

@@ -1,0 +1,75 @@
+"""Held-out play: several models, the same tasks and seeds for each, one file per model and domain.
+
+A model's file is reused when model, tasks and options are the same, so that a second call plays only what is new.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from mopd.config import Config
+from mopd.domains import close_domains, open_domains
+from mopd.learner.model import check_model_source, load_model
+from mopd.progress import Progress
+from mopd.sampling.hf import HFEngine
+from mopd.sampling.play import play_tasks
+from mopd.sampling.rendering import ChatRenderer, load_tokenizer
+from mopd.statistics import wilson_interval
+
+
+def evaluate_models(config: Config, models: dict[str, str], domains: list[str]) -> dict:
+    """Play the tasks of `evaluate.split` in each domain with each model (name → folder).
+
+    Returns {model: {domain: {"score", "n", "low", "high"}}}: score is the share of tasks solved, low and high its 95%
+    Wilson interval. Infrastructure failures are left out of n and counted in the files (METHOD 8).
+    """
+    for folder in models.values():
+        check_model_source(folder)
+    out = Path(config.evaluate.out)
+    out.mkdir(parents=True, exist_ok=True)
+    opened = open_domains(config, domains)
+    try:
+        tasks = {n: d.spread(config.evaluate.split, d.config.evaluation_episodes) for n, d in opened.items()}
+        total = len(models) * sum(map(len, tasks.values()))
+        progress, done = Progress("evaluation", total), 0
+        results: dict[str, dict] = {}
+        engines: dict[str, tuple[HFEngine, ChatRenderer]] = {}
+        # Domain by domain, so that the environments of a task that is costly to start are reused by every model.
+        for name, domain in opened.items():
+            for model, folder in models.items():
+                if model not in engines:
+                    tokenizer = load_tokenizer(folder)
+                    engines[model] = (HFEngine(load_model(folder), max_batch=config.evaluate.batch), ChatRenderer(tokenizer))
+                engine, renderer = engines[model]
+                played = play_tasks(engine, domain.pool, name, tasks[name], renderer, domain.harness,
+                                    temperature=config.evaluate.temperature, seed=config.seed,
+                                    progress=lambda n, base=done, m=model: progress.update(base + n, m))
+                done += len(tasks[name])
+                progress.update(done, f"{model} {name}")
+                record = _record(model, name, config, played)
+                _write(out / f"{model}.{name}.json", record)
+                results.setdefault(model, {})[name] = {k: record[k] for k in ("score", "n", "low", "high")}
+    finally:
+        close_domains(opened)
+    for model, scores in results.items():
+        print(f"result: {model}: " + ", ".join(f"{d} {s['score']:.2f} [{s['low']:.2f}, {s['high']:.2f}] of {s['n']}"
+                                               for d, s in scores.items()))
+    return results
+
+
+def _record(model: str, domain: str, config: Config, played) -> dict:
+    counted = [p for p in played if not p.failure]
+    wins = sum(p.success for p in counted)
+    low, high = wilson_interval(wins, len(counted))
+    return {"model": model, "domain": domain, "split": config.evaluate.split, "temperature": config.evaluate.temperature,
+            "score": wins / len(counted) if counted else None, "n": len(counted), "low": low, "high": high,
+            "failures": len(played) - len(counted),
+            "episodes": [{"task": f"{p.task.name}:{p.task.seed}", "score": p.score, "success": p.success, "turns": p.turns,
+                          "failure": p.failure} for p in played]}
+
+
+def _write(path: Path, record: dict) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(record))
+    temporary.replace(path)

@@ -1,0 +1,380 @@
+"""The student under training: DeepSpeed's engine behind one call per optimizer step.
+
+A step takes any number of micro-batches (another number on every rank, none included) and a loss function whose values
+add up: the gradient of the step is the gradient of the sum over all micro-batches of all ranks. Weights that make it a
+mean are put into the loss by the caller, with global denominators. Parallelism is DeepSpeed's; nothing here is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mopd.learner.forward import LossFunction, PackedLM
+from mopd.learner.moe import ExpertLoadCounter, freeze_routers, router_hash
+from mopd.learner.packing import MicroBatch, empty_micro_batch
+
+SCHEDULES = ("constant", "cosine", "linear")
+
+
+@dataclasses.dataclass
+class LearnerConfig:
+    """How the student is trained.
+
+    schedule            constant, cosine or linear decay from `learning_rate` to `minimum_ratio` of it over the run
+    warmup_steps        linear rise from learning_rate / (warmup_steps + 1)
+    gradient_clipping   largest global gradient norm; 0 switches clipping off
+    zero_stage          0, 1, 2 or 3
+    dtype               float32 or bfloat16 (master weights and optimizer states stay float32)
+    freeze_router       keep MoE routers as they are (the method's default for teachers and student)
+    shm_build           let DeepSpeed compile its shared-memory collectives on CPU (1.5-2 minutes, needs a compiler)
+    deepspeed           further keys for DeepSpeed's own config, which win over the ones made here
+    log_file            where DeepSpeed's messages go; empty: only its errors, to stderr
+    """
+
+    learning_rate: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.98
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    schedule: str = "cosine"
+    warmup_steps: int = 0
+    minimum_ratio: float = 0.0
+    gradient_clipping: float = 1.0
+    zero_stage: int = 1
+    dtype: str = "float32"
+    freeze_router: bool = True
+    gradient_checkpointing: bool = False
+    seed: int = 0
+    shm_build: bool = False
+    deepspeed: dict[str, Any] = dataclasses.field(default_factory=dict)
+    log_file: str = ""
+
+    def errors(self) -> list[str]:
+        """Everything wrong with this config, one sentence each."""
+        found = []
+        if self.schedule not in SCHEDULES:
+            found.append(f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
+        if self.zero_stage not in (0, 1, 2, 3):
+            found.append(f"zero_stage must be 0, 1, 2 or 3, got {self.zero_stage}")
+        if self.dtype not in ("float32", "bfloat16"):
+            found.append(f"dtype must be float32 or bfloat16, got {self.dtype!r}")
+        if self.learning_rate <= 0:
+            found.append(f"learning_rate must be positive, got {self.learning_rate}")
+        if self.warmup_steps < 0 or self.gradient_clipping < 0 or not 0 <= self.minimum_ratio <= 1:
+            found.append("warmup_steps and gradient_clipping must not be negative, minimum_ratio must lie in [0, 1]")
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReport:
+    """What one optimizer step did. Numbers are global over ranks unless they say otherwise.
+
+    loss            sum of the micro-batch losses, as weighted by the caller
+    gradient_norm   before clipping
+    learning_rate   that was used
+    tokens          real tokens in the forward pass; loss_tokens of them (or more, at branch points) carried loss
+    padded_tokens   tokens computed, padding included
+    micro_batches   on this rank
+    expert_counts   int64 [L, E] tokens per MoE layer and expert
+    details         this rank's details, one dict per micro-batch, as the loss function returned them
+    """
+
+    step: int
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    seconds: float
+    tokens: int
+    loss_tokens: int
+    padded_tokens: int
+    micro_batches: int
+    expert_counts: torch.Tensor
+    details: list[dict[str, torch.Tensor]]
+
+
+def learning_rate_at(step: int, config: LearnerConfig, total_steps: int) -> float:
+    """Learning rate of step 0, 1, …; a pure function, so that a resumed run needs no schedule state."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / (config.warmup_steps + 1)
+    if config.schedule == "constant":
+        return config.learning_rate
+    span = max(1, total_steps - config.warmup_steps)
+    done = min(1.0, (step - config.warmup_steps) / span)
+    shape = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return config.learning_rate * (config.minimum_ratio + (1.0 - config.minimum_ratio) * shape)
+
+
+def import_deepspeed(*, shm_build: bool = False, log_file: str = ""):
+    """Import DeepSpeed quietly and without its compile step; returns the module."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if "deepspeed" not in sys.modules:
+        with contextlib.redirect_stdout(sys.stderr):
+            import deepspeed
+    import deepspeed
+    import deepspeed.ops
+    if not shm_build and "__compatible_ops__" not in vars(deepspeed.ops):
+        # DeepSpeed asks this table whether to compile its shared-memory collectives; without an entry it uses gloo.
+        # Setting it also saves the compiler probes that filling it would run.
+        deepspeed.ops.__compatible_ops__ = {}
+    _quiet(logging.getLogger("DeepSpeed"), log_file)
+    return deepspeed
+
+
+def _quiet(logger: logging.Logger, log_file: str) -> None:
+    """Send DeepSpeed's messages to `log_file`, and only its errors to stderr (it writes all to stdout by itself)."""
+    for handler in list(logger.handlers):
+        if type(handler) is logging.StreamHandler:
+            logger.removeHandler(handler)
+    if _STDERR not in logger.handlers:
+        logger.addHandler(_STDERR)
+    path = str(Path(log_file).absolute()) if log_file else ""
+    for handler in [h for h in logger.handlers if isinstance(h, logging.FileHandler) and h.baseFilename != path]:
+        logger.removeHandler(handler)
+        handler.close()
+    if path and not any(isinstance(h, logging.FileHandler) for h in logger.handlers):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(path)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO if log_file else logging.ERROR)
+
+
+class _Stderr(logging.Handler):
+    """Errors to whatever sys.stderr is at the time."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"DeepSpeed: {self.format(record)}", file=sys.stderr)
+
+
+_STDERR = _Stderr(logging.ERROR)
+
+
+def start_processes(*, shm_build: bool = False, log_file: str = "") -> tuple[int, int]:
+    """Join the process group that a launcher (torchrun, DeepSpeed, Slurm) prepared, or make one of a single process;
+    returns (rank, world size). Safe to call again."""
+    deepspeed = import_deepspeed(shm_build=shm_build, log_file=log_file)
+    from deepspeed.accelerator import get_accelerator
+
+    backend = get_accelerator().communication_backend_name()
+    backend = "gloo" if backend == "ccl" else backend
+    if not torch.distributed.is_initialized():
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            if torch.cuda.is_available():
+                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            torch.distributed.init_process_group(backend)
+        else:  # one process: a store in memory needs no port
+            os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it
+            torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False,
+                               dist_init_required=None if deepspeed.comm.is_initialized() else True)
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+class Learner:
+    """A causal LM under DeepSpeed. `model` is changed in place and stays usable for sampling between steps (ZeRO 0-2).
+
+    total_steps   length of the schedule
+    pad_id        any valid token id, for padding
+    Raises ValueError with every error of the config at once.
+    """
+
+    def __init__(self, model: nn.Module, *, config: LearnerConfig, total_steps: int, pad_id: int = 0):
+        if errors := config.errors():
+            raise ValueError("learner config: " + "; ".join(errors))
+        self.config, self.total_steps, self.pad_id = config, total_steps, pad_id
+        self.rank, self.world_size = start_processes(shm_build=config.shm_build, log_file=config.log_file)
+        self.router_names = freeze_routers(model, config.freeze_router)
+        if config.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        deepspeed = import_deepspeed(shm_build=config.shm_build, log_file=config.log_file)
+        self.module = PackedLM(model)
+        self._step_norm: torch.Tensor | None = None
+        self._broken = ""
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(
+            model=self.module,
+            model_parameters=_parameter_groups(self.module, config.weight_decay),
+            optimizer=self._make_optimizer,
+            config=self._deepspeed_config(),
+            dist_init_required=False,
+        )
+        self.step = 0
+        self.expert_loads = ExpertLoadCounter(model)
+        self.router_hash = router_hash(model) if config.freeze_router else ""
+        self.has_dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()) or bool(
+            getattr(model.config.get_text_config(), "attention_dropout", 0.0))
+
+    @property
+    def model(self) -> nn.Module:
+        """The Hugging Face causal LM."""
+        return self.module.model
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.engine.device)
+
+    def _deepspeed_config(self) -> dict[str, Any]:
+        config = self.config
+        made = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            # backward() accumulates and step() reduces and updates: any number of micro-batches makes a step.
+            "managed_gradient_accumulation": False,
+            "steps_per_print": sys.maxsize,
+            # Stage 0 in float32 clips in the optimizer's pre-hook, where the reduced gradient's norm can be read.
+            "gradient_clipping": 0.0 if self._own_clipping else config.gradient_clipping,
+            "zero_optimization": {"stage": config.zero_stage, "overlap_comm": False},
+            "zero_allow_untested_optimizer": True,
+            "bf16": {"enabled": config.dtype == "bfloat16"},
+            "wall_clock_breakdown": False,
+        }
+        for key, value in dict(config.deepspeed).items():
+            if isinstance(value, dict) and isinstance(made.get(key), dict):
+                made[key] = {**made[key], **value}
+            else:
+                made[key] = value
+        return made
+
+    @property
+    def _own_clipping(self) -> bool:
+        return self.config.zero_stage == 0 and self.config.dtype == "float32"
+
+    def _make_optimizer(self, groups) -> torch.optim.Optimizer:
+        config = self.config
+        optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2),
+                                      eps=config.epsilon, weight_decay=config.weight_decay, fused=True)
+        if self._own_clipping:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            limit = config.gradient_clipping or float("inf")
+
+            def clip(*_):
+                self._step_norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+            optimizer.register_step_pre_hook(clip)
+        return optimizer
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], loss_function: LossFunction) -> StepReport:
+        """One optimizer step over `micro_batches` (this rank's; every rank must call it).
+
+        loss_function(logits float32 [N, V], micro_batch) -> (scalar loss, dict of detached tensors); the losses of
+        all micro-batches of all ranks add up. Raises FloatingPointError for a loss (before the update) or gradient norm
+        that is not finite, on all ranks alike, and again for any further step.
+        """
+        if self._broken:
+            raise FloatingPointError(f"this learner ended at {self._broken}. Make a new one from a checkpoint")
+        started = time.perf_counter()
+        rate = learning_rate_at(self.step, self.config, self.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.engine.train()
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        details = []
+        with self._seeded():
+            for batch in self._agreed(micro_batches):
+                batch = batch.to(self.device)
+                with self.expert_loads.counting(batch.valid):
+                    loss, detail = self.engine(batch, loss_function)
+                loss_sum += loss.detach().double()
+                details.append(detail)
+                # DeepSpeed averages over ranks; the step wants the sum.
+                self.engine.backward(loss * self.world_size if self.world_size > 1 else loss)
+        counts = self.expert_loads.take().to(self.device)
+        sizes = [sum(b.tokens for b in micro_batches), sum(b.loss_tokens for b in micro_batches),
+                 sum(b.padded_tokens for b in micro_batches)]
+        numbers = torch.cat([loss_sum[None], torch.tensor(sizes, dtype=torch.float64, device=self.device)])
+        if self.world_size > 1:
+            torch.distributed.all_reduce(numbers)
+            torch.distributed.all_reduce(counts)
+        loss_value, tokens, loss_tokens, padded = numbers.tolist()
+        if not math.isfinite(loss_value):
+            # ZeRO 2 and 3 have the bad gradients in their buffers already, so the learner does not go on.
+            self._broken = f"step {self.step}: the loss is {loss_value}; no update was made"
+            raise FloatingPointError(self._broken + ". Go back to a checkpoint")
+        self.engine.step()
+        norm = self._step_norm if self._own_clipping else self.engine.get_global_grad_norm()
+        norm = float(norm) if norm is not None else float("nan")
+        self.step += 1
+        if not math.isfinite(norm):
+            self._broken = f"step {self.step - 1}: the gradient norm is {norm}"
+            raise FloatingPointError(self._broken + ". Go back to a checkpoint")
+        return StepReport(
+            step=self.step - 1, loss=loss_value, gradient_norm=norm, learning_rate=rate,
+            seconds=time.perf_counter() - started, tokens=int(tokens), loss_tokens=int(loss_tokens),
+            padded_tokens=int(padded), micro_batches=len(micro_batches), expert_counts=counts.cpu(),
+            details=details[:len(micro_batches)])
+
+    @torch.no_grad()
+    def forward_only(self, micro_batches: Sequence[MicroBatch], function) -> list[Any]:
+        """`function(logits float32 [N, V], micro_batch)` of each micro-batch in evaluation mode; expert loads do not
+        count. Every rank must call it."""
+        was_training = self.module.training
+        self.engine.eval()
+        results = []
+        for batch in self._agreed(micro_batches):
+            batch = batch.to(self.device)
+            logits = self.module(batch)
+            if len(results) < len(micro_batches):
+                results.append(function(logits, batch))
+        self.engine.train(was_training)
+        return results
+
+    def _agreed(self, micro_batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
+        """The rank's micro-batches, filled up with empty ones to the largest number of any rank."""
+        count = torch.tensor([len(micro_batches)], device=self.device)
+        if self.world_size > 1:
+            torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX)
+        yield from micro_batches
+        for _ in range(max(1, int(count)) - len(micro_batches)):
+            yield empty_micro_batch(self.pad_id)
+
+    @contextlib.contextmanager
+    def _seeded(self):
+        """Dropout drawn from (seed, step, rank) alone, so that a resumed run draws the same."""
+        if not self.has_dropout:
+            yield
+            return
+        with torch.random.fork_rng(devices=None if self.device.type == "cuda" else []):
+            torch.manual_seed((self.config.seed * 1_000_003 + self.step) * 4099 + self.rank)
+            yield
+
+    def skip_step(self) -> None:
+        """Count a step without an update: a batch of which nothing was left. Every rank must call it."""
+        self.step += 1
+
+    def check_routers(self) -> None:
+        """Raise RuntimeError when a frozen router is not what it was at the start."""
+        if self.config.freeze_router and self.router_names and router_hash(self.model) != self.router_hash:
+            raise RuntimeError("a frozen router changed during training; look at the optimizer's groups")
+
+    def close(self) -> None:
+        """Take hooks off and give DeepSpeed's buffers back; the model keeps its trained weights."""
+        self.expert_loads.close()
+        if self.config.zero_stage < 3:
+            # ZeRO 1/2 keep the weights as views of one flat buffer: cut them loose before it goes.
+            for parameter in self.module.parameters():
+                parameter.data = parameter.data.clone()
+                parameter.grad = None
+        self.engine.destroy()
+
+
+def _parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices with weight decay; norms and biases without. Parameters that do not train are in no group."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError("no parameter of the model requires a gradient, so there is nothing to train")
+    dimensions = [len(getattr(p, "ds_shape", p.shape)) for p in trained]
+    matrices = [p for p, d in zip(trained, dimensions, strict=True) if d >= 2]
+    vectors = [p for p, d in zip(trained, dimensions, strict=True) if d < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,135 @@
+"""Per-token numbers of a step, summed by domain and stream, over micro-batches and ranks.
+
+Holds sums and counts only, so that parts merge exactly; means are formed at the end.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+# name in the record -> name among the objective's diagnostics
+MEANS = {
+    "k1": "k1", "k3": "k3", "reverse_kl": "reverse_kl", "forward_kl": "forward_kl",
+    "student_entropy": "student_entropy", "teacher_entropy": "teacher_entropy", "agreement": "agreement",
+}
+SHARES = ("masked", "clipped", "unscored", "infinite")
+
+
+@dataclasses.dataclass
+class CellSums:
+    """Sums over the loss tokens of one (domain, stream).
+
+    tokens            loss tokens, of which `trained` had a weight
+    sums, counts      of every diagnostic, over the tokens where it is known (finite)
+    ratio, ratio_squared, known_ratio   Σρ, Σρ², number, ρ = π_θ/µ: the effective sample size is (Σρ)²/(n Σρ²)
+    gap, largest_gap  Σ and max of |log π_θ − log µ|
+    depth             actions by turn number
+    """
+
+    tokens: int = 0
+    trained: int = 0
+    stale: int = 0
+    weight: float = 0.0
+    loss: float = 0.0
+    sums: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    ratio: float = 0.0
+    ratio_squared: float = 0.0
+    known_ratio: int = 0
+    gap: float = 0.0
+    largest_gap: float = 0.0
+    staleness: float = 0.0
+    depth: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+
+    def merge(self, other: CellSums) -> None:
+        for field in dataclasses.fields(self):
+            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            if field.name == "largest_gap":
+                setattr(self, field.name, max(mine, theirs))
+            elif isinstance(mine, collections.Counter):
+                for key, value in theirs.items():  # Counter's own + drops what is not positive
+                    mine[key] += value
+            else:
+                setattr(self, field.name, mine + theirs)
+
+    def record(self) -> dict:
+        """Plain numbers under METHOD section 9's names; a mean over nothing is left out."""
+        found = {"tokens": self.tokens, "trained_tokens": self.trained, "weight": self.weight, "loss": self.loss,
+                 "stale_tokens": self.stale, "actions": sum(self.depth.values()),
+                 "depth": {str(k): self.depth[k] for k in sorted(self.depth)}}
+        for name in MEANS:
+            if self.counts[name]:
+                found[name] = self.sums[name] / self.counts[name]
+        for name in SHARES:
+            found[f"{name}_share"] = self.sums[name] / self.tokens if self.tokens else 0.0
+            if name in ("unscored", "infinite"):
+                found[f"{name}_tokens"] = int(self.sums[name])
+        if self.known_ratio:
+            found |= {"mismatch_mean": self.gap / self.known_ratio, "mismatch_max": self.largest_gap,
+                      "staleness": self.staleness / self.known_ratio,
+                      "effective_sample_size": self.ratio**2 / (self.known_ratio * self.ratio_squared)
+                      if self.ratio_squared and math.isfinite(self.ratio_squared) else float("nan")}
+        return found
+
+
+class StepSums:
+    """CellSums by (domain, stream) index of a whole step."""
+
+    def __init__(self):
+        self.cells: dict[tuple[int, int], CellSums] = {}
+
+    def add(self, tokens: Mapping[str, np.ndarray], diagnostics: Mapping[str, torch.Tensor], *, version: int) -> None:
+        """Take one micro-batch's tokens: its per-loss-token fields with `loss`, `include` and `stale`."""
+        found = {name: value.detach().float().cpu().numpy() for name, value in diagnostics.items()}
+        gap = found["student_logprob"].astype(np.float64) - tokens["behaviour_logprob"] if "student_logprob" in found \
+            else np.full(len(tokens["domain"]), np.nan)
+        known = np.isfinite(gap)
+        streams = int(tokens["stream"].max(initial=0)) + 1
+        cells = tokens["domain"] * streams + tokens["stream"]
+        first = np.ones(len(cells), dtype=bool)
+        first[1:] = (np.diff(tokens["row"]) != 0) | (np.diff(tokens["action"]) != 0)
+        for cell in np.unique(cells):
+            here = cells == cell
+            part = CellSums(
+                tokens=int(here.sum()), trained=int((here & tokens["include"]).sum()),
+                stale=int((here & tokens["stale"]).sum()), weight=float(tokens["weight"][here].sum(dtype=np.float64)),
+                loss=float((tokens["weight"] * tokens["loss"])[here].sum(dtype=np.float64)),
+                depth=collections.Counter(tokens["turn"][here & first].tolist()))
+            for name, source in MEANS.items():
+                if source in found:
+                    values = found[source][here & np.isfinite(found[source])]
+                    part.sums[name], part.counts[name] = float(values.sum(dtype=np.float64)), len(values)
+            for name in SHARES:
+                if name in found:
+                    part.sums[name] = float(found[name][here].sum(dtype=np.float64))
+            some = gap[here & known]
+            if len(some):
+                ratio = np.exp(np.clip(some, -80.0, 80.0))
+                part.ratio, part.ratio_squared = float(ratio.sum()), float((ratio**2).sum())
+                part.known_ratio, part.gap = len(some), float(np.abs(some).sum())
+                part.largest_gap = float(np.abs(some).max())
+                part.staleness = float((version - tokens["version"][here & known]).sum())
+            key = (int(cell) // streams, int(cell) % streams)
+            self.cells.setdefault(key, CellSums()).merge(part)
+
+    def merge(self, other: StepSums) -> None:
+        for key, part in other.cells.items():
+            self.cells.setdefault(key, CellSums()).merge(part)
+
+    def by_domain(self, *, own: set[int]) -> dict[int, CellSums]:
+        """Summed over the streams in `own`, what the student itself sampled (all streams where it sampled nothing)."""
+        result: dict[int, CellSums] = {}
+        for domain in sorted({d for d, _ in self.cells}):
+            parts = [c for (d, s), c in sorted(self.cells.items()) if d == domain and s in own]
+            parts = parts or [c for (d, _), c in sorted(self.cells.items()) if d == domain]
+            total = CellSums()
+            for part in parts:
+                total.merge(part)
+            result[domain] = total
+        return result

@@ -1,0 +1,246 @@
+"""Supervised next-token training through the same learner: base pre-training, SFT teachers, the off-policy baseline.
+
+Knows rows and cross-entropy; nothing of teachers or sampling. What is trained is what the rows mark as actions: all
+tokens of a text (`row_of_text`) or the action segments of a trajectory (`row_of_sequence`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from mopd.learner.checkpoint import latest, load_checkpoint, save_checkpoint
+from mopd.learner.engine import Learner, LearnerConfig
+from mopd.learner.packing import MicroBatch, pack
+from mopd.rows import Action, Row
+from prefix_store.trajectory import Sequence as Trajectory
+
+STREAM = "demonstration"
+
+
+@dataclasses.dataclass
+class SupervisedConfig:
+    """One supervised run.
+
+    steps          optimizer steps; 0 takes `epochs` passes over the rows
+    batch_rows     rows per optimizer step, over all ranks
+    mixture        domain -> share of each batch's rows; empty: all rows in one pool
+    token_budget   padded tokens per micro-batch
+    save_every     steps between checkpoints (0: none)
+    evaluate_every steps between calls of the evaluation callback (0: only at the end)
+    """
+
+    steps: int = 0
+    epochs: float = 1.0
+    batch_rows: int = 32
+    mixture: dict[str, float] = dataclasses.field(default_factory=dict)
+    token_budget: int = 2048
+    seed: int = 0
+    save_every: int = 0
+    evaluate_every: int = 0
+    learner: LearnerConfig = dataclasses.field(default_factory=LearnerConfig)
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """Where a run is: after `step` of `total` steps; `loss` is the step's mean cross-entropy in nats per token."""
+
+    step: int
+    total: int
+    loss: float
+    seconds_left: float
+    tokens_per_second: float
+
+
+@dataclasses.dataclass(frozen=True)
+class SupervisedResult:
+    """losses [steps] in nats per token, seconds, trained (loss) tokens and computed tokens of this call; `first_step`
+    is where it started (after a resume); `evaluations` (step, what the callback returned)."""
+
+    losses: list[float]
+    seconds: float
+    loss_tokens: int
+    tokens: int
+    first_step: int
+    steps: int
+    evaluations: list[tuple[int, object]]
+    expert_counts: torch.Tensor
+
+
+def row_of_text(tokens: np.ndarray, *, domain: str, origin: str = "") -> Row:
+    """All tokens but the first are trained (pre-training)."""
+    tokens = np.asarray(tokens, dtype=np.uint32)
+    if len(tokens) < 2:
+        raise ValueError(f"text {origin or '(no origin)'} has {len(tokens)} tokens; next-token training needs two")
+    return Row(domain, STREAM, tokens, (_action(tokens, 1, len(tokens), 0),), origin)
+
+
+def rows_of_sequence(sequence: Trajectory, *, all_tokens: bool = False, origin: str = "",
+                     max_tokens: int | None = None) -> list[Row]:
+    """One row per context of a trajectory, with its own actions trained (or all its tokens). Tokens that a child
+    context shares with its parent are trained once, in the parent. Actions that end behind `max_tokens` are left
+    out; a context without any action left gives no row."""
+    rows = []
+    for number, context in enumerate(sequence.contexts):
+        tokens = np.asarray(context.tokens, dtype=np.uint32)
+        name = f"{origin}[{number}]" if len(sequence.contexts) > 1 else origin
+        limit = len(tokens) if max_tokens is None else min(max_tokens, len(tokens))
+        if all_tokens:
+            start = max(1, context.fork)
+            if limit > start:
+                rows.append(Row(sequence.domain, STREAM, tokens[:limit], (_action(tokens, start, limit, 0),), name))
+            continue
+        actions = tuple(_action(tokens, s.start, s.end, s.turn) for s in context.actions()
+                        if s.start >= max(1, context.fork) and s.end <= limit)
+        if actions:
+            rows.append(Row(sequence.domain, STREAM, tokens[:limit], actions, name))
+    return rows
+
+
+def _action(tokens: np.ndarray, start: int, end: int, turn: int) -> Action:
+    n = end - start
+    return Action(at=start, tokens=tokens[start:end], behaviour_logprob=np.full(n, np.nan, np.float32),
+                  version=np.full(n, -1, np.int32), branch=False, turn=turn, sequence=0, group=0)
+
+
+class BatchPlan:
+    """Which rows a step trains on: a pure function of (rows, config, step).
+
+    Each pool (a domain of the mixture, or all rows) is walked through in a fresh seeded order per epoch. With a
+    mixture, batches hold shares by cumulative rounding, so that the totals are right after any number of steps.
+    """
+
+    def __init__(self, rows: Sequence[Row], config: SupervisedConfig):
+        if not rows:
+            raise ValueError("there are no rows to train on")
+        if config.batch_rows < 1:
+            raise ValueError(f"batch_rows must be positive, got {config.batch_rows}")
+        self.config = config
+        domains = sorted({row.domain for row in rows})
+        if config.mixture:
+            missing = [d for d, share in config.mixture.items() if share > 0 and d not in domains]
+            if missing:
+                raise ValueError(f"the mixture names {missing}, but there are rows only for {domains}")
+            total = sum(config.mixture.values())
+            names = [d for d in sorted(config.mixture) if config.mixture[d] > 0]
+            self.shares = [config.mixture[d] / total for d in names]
+            self.pools = [[i for i, row in enumerate(rows) if row.domain == d] for d in names]
+        else:
+            self.shares, self.pools = [1.0], [list(range(len(rows)))]
+        covered = sum(len(pool) for pool in self.pools)
+        self.steps = config.steps or max(1, int(np.ceil(config.epochs * covered / config.batch_rows)))
+        self._orders: dict[tuple[int, int], np.ndarray] = {}
+
+    def rows_at(self, step: int) -> list[int]:
+        """Row numbers of a step, in an order that does not depend on anything else."""
+        size, chosen = self.config.batch_rows, []
+        edges = np.concatenate([[0.0], np.cumsum(self.shares)])
+        edges[-1] = 1.0
+        for pool, members in enumerate(self.pools):
+            drawn, until = self._drawn(step, edges, pool), self._drawn(step + 1, edges, pool)
+            chosen += [members[self._order(pool, k // len(members))[k % len(members)]] for k in range(drawn, until)]
+        assert len(chosen) == size
+        return chosen
+
+    def _drawn(self, steps: int, edges: np.ndarray, pool: int) -> int:
+        total = steps * self.config.batch_rows
+        return int(np.floor(total * edges[pool + 1] + 1e-9)) - int(np.floor(total * edges[pool] + 1e-9))
+
+    def _order(self, pool: int, epoch: int) -> np.ndarray:
+        key = (pool, epoch)
+        if key not in self._orders:
+            if len(self._orders) > 4 * len(self.pools):
+                self._orders.clear()
+            generator = np.random.default_rng([self.config.seed, pool, epoch])
+            self._orders[key] = generator.permutation(len(self.pools[pool]))
+        return self._orders[key]
+
+
+def cross_entropy(logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum over loss tokens of weight · (−log p(label)), from logits float32 [N, V]."""
+    losses = torch.nn.functional.cross_entropy(logits, batch.label, reduction="none")
+    return (losses * batch.weight).sum(), {}
+
+
+def train_supervised(
+    model: nn.Module, rows: Sequence[Row], config: SupervisedConfig, *, pad_id: int,
+    progress: Callable[[Progress], None] | None = None,
+    evaluate: Callable[[int], object] | None = None,
+    checkpoint_folder: str | Path | None = None,
+) -> SupervisedResult:
+    """Train `model` in place with mean next-token cross-entropy over each step's loss tokens.
+
+    rows             what to train; several transcripts share a micro-batch
+    progress         called after every step on rank 0
+    evaluate         called with the step number every `evaluate_every` steps and at the end
+    checkpoint_folder  with `save_every`: where to save, and to go on from when something is there
+    """
+    plan = BatchPlan(rows, config)
+    total = plan.steps
+    domains = sorted({row.domain for row in rows})
+    learner = Learner(model, config=config.learner, total_steps=total, pad_id=pad_id)
+    try:
+        if checkpoint_folder is not None and (found := latest(checkpoint_folder)):
+            load_checkpoint(learner, found)
+        first = learner.step
+        losses, evaluations, tokens, loss_tokens = [], [], 0, 0
+        counts = torch.zeros_like(learner.expert_loads.counts)
+        started = time.perf_counter()
+        while learner.step < total:
+            numbers = plan.rows_at(learner.step)
+            mine = [rows[i] for i in numbers[learner.rank::learner.world_size]]
+            batches = pack(mine, token_budget=config.token_budget, pad_id=pad_id, domains=domains, streams=(STREAM,),
+                           by_domain=False)
+            share = 1.0 / sum(rows[i].loss_tokens for i in numbers)
+            for batch in batches:
+                batch.weight.fill_(share)
+            report = learner.train_step(batches, cross_entropy)
+            losses.append(report.loss)
+            tokens += report.tokens
+            loss_tokens += report.loss_tokens
+            counts += report.expert_counts
+            done = learner.step
+            if config.save_every and checkpoint_folder is not None and done % config.save_every == 0 and done < total:
+                save_checkpoint(learner, checkpoint_folder, {})
+            if progress is not None and learner.rank == 0:
+                spent = time.perf_counter() - started
+                each = spent / (done - first)
+                progress(Progress(done, total, report.loss, each * (total - done), tokens / spent))
+            due = done == total or (config.evaluate_every and done % config.evaluate_every == 0)
+            if evaluate is not None and due:
+                model.eval()
+                evaluations.append((done, evaluate(done)))
+        learner.check_routers()
+        seconds = time.perf_counter() - started
+    finally:
+        learner.close()
+        model.eval()
+    return SupervisedResult(losses, seconds, loss_tokens, tokens, first, total, evaluations, counts)
+
+
+def mean_cross_entropy(model: nn.Module, rows: Sequence[Row], *, pad_id: int,
+                       token_budget: int = 2048) -> dict[str, float]:
+    """Held-out cross-entropy in nats per loss token by domain, of a model outside any learner."""
+    from mopd.learner.forward import PackedLM
+
+    domains = sorted({row.domain for row in rows})
+    batches = pack(rows, token_budget=token_budget, pad_id=pad_id, domains=domains, streams=(STREAM,))
+    sums, counts = dict.fromkeys(domains, 0.0), dict.fromkeys(domains, 0)
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    with torch.inference_mode():
+        for batch in batches:
+            batch = batch.to(device)
+            logits = PackedLM(model)(batch)
+            domain = domains[int(batch.domain[0])]
+            sums[domain] += float(torch.nn.functional.cross_entropy(logits, batch.label, reduction="sum"))
+            counts[domain] += batch.loss_tokens
+    model.train(was_training)
+    return {d: sums[d] / counts[d] for d in domains}

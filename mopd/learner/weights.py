@@ -1,0 +1,45 @@
+"""The student's weights under their Hugging Face names, whole, for engines that sample and for export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from mopd.learner.engine import Learner
+from mopd.learner.moe import gathered
+
+LAYOUTS = ("module", "checkpoint")
+
+
+def named_weights(learner: Learner, *, layout: str = "module") -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of every parameter, tied ones once; under ZeRO-3 gathered one at a time, so every rank must
+    consume the iterator.
+
+    layout  module: names of the module in memory (what an in-process Transformers engine takes), no copies outside
+            ZeRO-3; checkpoint: names as saved (one matrix per expert), what vLLM's loaders take
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
+    weights = _module_weights(learner.model)
+    return weights if layout == "module" else _as_saved(learner.model, dict(weights)).__iter__()
+
+
+def state_dict(learner: Learner) -> dict[str, torch.Tensor]:
+    """All weights on the CPU under module names, for `save_model(state_dict=…)`; every rank must call it."""
+    return {name: tensor.cpu() for name, tensor in named_weights(learner)}
+
+
+def _module_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in model.named_parameters():
+        split = hasattr(parameter, "ds_id")
+        with gathered(parameter):
+            tensor = parameter.detach()
+            yield name, tensor.clone() if split else tensor
+
+
+def _as_saved(model: nn.Module, weights: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return list(revert_weight_conversion(model, weights).items())

@@ -1,0 +1,273 @@
+"""Divergences and log-probabilities straight from hidden states and head weights, a chunk of positions at a time.
+
+A [T, V] tensor is never formed: one chunk of logits of each model is alive at once, in the forward and in the
+backward pass (which computes the chunk again), so memory is flat in T·V. Values and gradients equal those of the
+unchunked functions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mopd.losses.distribution import DivergenceSpec, compute_dtype, divergence_kernel, select_ids
+
+# Alive at once: the chunk's logits of both models and the gradient, and within the kernel a block of rows, which is
+# small. 256 MiB for them leaves room on small machines.
+CHUNK_BYTES = 256 * 2**20
+_LIVE_TENSORS = 4
+
+
+def chunk_rows(vocabulary: int, *, budget_bytes: int = CHUNK_BYTES, itemsize: int = 4) -> int:
+    """Positions per chunk so that a chunk's working tensors fit `budget_bytes`; at least 1."""
+    return max(1, budget_bytes // (_LIVE_TENSORS * itemsize * vocabulary))
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadSpec:
+    """What a family does between its head's product and the softmax: logits = cap·tanh(scale·(h Wᵀ + b)/cap).
+
+    scale    a factor on the raw logits (Cohere's logit_scale, one over Granite's logits_scaling); 1 for most
+    softcap  Gemma 2's final_logit_softcapping; None for most
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+def chunked_divergence(
+    student_hidden: Tensor,
+    student_head: Tensor,
+    teacher_hidden: Tensor,
+    teacher_head: Tensor,
+    *,
+    kind: str = "reverse_kl",
+    beta: float = 0.5,
+    support: str = "full",
+    k: int | None = None,
+    tail: str = "bucket",
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    student_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    student_softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    student_scale: float = 1.0,
+    teacher_scale: float = 1.0,
+    shared_ids: int | Tensor | None = None,
+) -> Tensor:
+    """`divergence` of two models given by hidden states [T, H], [T, G] and heads [V, H], [V, G] -> [T], no reduction.
+
+    Same values, meaning of the options and gradients as ``divergence(student_hidden @ student_head.T, …)``; gradients
+    reach the student's hidden states, head and bias (tied or not: a head is just a tensor), never the teacher's.
+    bfloat16 and float16 inputs are multiplied with float32 results and accumulators. `chunk` is the number of
+    positions per chunk (None: from a memory budget). `*_bias` [V]; `*_softcap` and `*_scale` as in HeadSpec. With
+    shared ids both heads are cut to them first. T = 0 gives an empty tensor that is still part of the graph, so that
+    a rank without tokens takes part in the backward pass. Teacher hidden states with a local head follow MOPD's
+    remote scoring (a hidden state is far smaller than a row of logits).
+
+    Raises ValueError for options as in `divergence`, and for shapes that do not fit.
+    """
+    spec = DivergenceSpec(kind, beta, support, k, tail, temperature)
+    if shared_ids is not None:
+        student_head, student_bias = _cut(student_head, student_bias, shared_ids)
+        teacher_head, teacher_bias = _cut(teacher_head, teacher_bias, shared_ids)
+    _check(student_hidden, student_head, student_bias, "student")
+    _check(teacher_hidden, teacher_head, teacher_bias, "teacher")
+    if len(student_hidden) != len(teacher_hidden):
+        raise ValueError(f"{len(student_hidden)} student positions and {len(teacher_hidden)} teacher positions differ")
+    if len(student_head) != len(teacher_head):
+        raise ValueError(
+            f"the heads have {len(student_head)} (student) and {len(teacher_head)} (teacher) rows; "
+            "name the ids that both vocabularies have with shared_ids"
+        )
+    return _ChunkedDivergence.apply(
+        student_hidden, student_head, student_bias,
+        teacher_hidden.detach(), teacher_head.detach(), None if teacher_bias is None else teacher_bias.detach(),
+        spec, HeadSpec(student_scale, student_softcap), HeadSpec(teacher_scale, teacher_softcap), _rows(chunk,
+        student_head),
+    )  # fmt: skip
+
+
+def chunked_logprob(
+    hidden: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """log softmax(logits/temperature) of labels[T], from hidden states [T, H] and a head [V, H] -> [T], no reduction.
+
+    Gradients into hidden states, head and bias; memory and options as in `chunked_divergence`.
+    """
+    _check(hidden, head, bias, "model")
+    if labels.shape != (len(hidden),):
+        raise ValueError(f"labels {tuple(labels.shape)} do not match {len(hidden)} positions")
+    return _ChunkedLogprob.apply(
+        hidden, head, bias, labels.long(), temperature, HeadSpec(scale, softcap), _rows(chunk, head)
+    )
+
+
+def _rows(chunk: int | None, head: Tensor) -> int:
+    if chunk is None:
+        return chunk_rows(len(head), itemsize=compute_dtype(head).itemsize)
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1 position, got {chunk}")
+    return chunk
+
+
+def _cut(head: Tensor, bias: Tensor | None, ids: int | Tensor) -> tuple[Tensor, Tensor | None]:
+    return select_ids(head.t(), ids).t(), None if bias is None else select_ids(bias, ids)
+
+
+def _check(hidden: Tensor, head: Tensor, bias: Tensor | None, who: str) -> None:
+    if hidden.dim() != 2 or head.dim() != 2 or hidden.shape[1] != head.shape[1]:
+        raise ValueError(
+            f"{who} hidden states {tuple(hidden.shape)} and head {tuple(head.shape)} do not fit [T, H] and [V, H]"
+        )
+    if bias is not None and bias.shape != head.shape[:1]:
+        raise ValueError(f"{who} head bias {tuple(bias.shape)} does not fit {len(head)} rows")
+
+
+# Rows of a low-precision head that are widened at once where the device has no product with wide results.
+_HEAD_BLOCK = 8192
+
+
+def _matmul(left: Tensor, right: Tensor) -> Tensor:
+    """left[N, K] @ right[K, M] with float32 (or float64) accumulation and result, without a wide copy of all of
+    `right`."""
+    dtype = compute_dtype(left, right)
+    if left.dtype == right.dtype == dtype:
+        return left @ right
+    if left.is_cuda and left.dtype == right.dtype and dtype == torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    wide = left.to(dtype)
+    if right.dtype == dtype:
+        return wide @ right
+    out = torch.empty(left.shape[0], right.shape[1], dtype=dtype, device=left.device)
+    for start in range(0, right.shape[1], _HEAD_BLOCK):
+        block = slice(start, start + _HEAD_BLOCK)
+        torch.mm(wide, right[:, block].to(dtype), out=out[:, block])
+    return out
+
+
+def _logits(hidden: Tensor, head: Tensor, bias: Tensor | None, spec: HeadSpec) -> Tensor:
+    logits = _matmul(hidden, head.t())
+    if bias is not None:
+        logits = logits.add_(bias)
+    if spec.scale != 1.0:
+        logits = logits.mul_(spec.scale)
+    if spec.softcap is not None:
+        logits = logits.div_(spec.softcap).tanh_().mul_(spec.softcap)
+    return logits
+
+
+class _HeadGradients:
+    """Accumulates the gradients of hidden states, head and bias from chunks of ∂/∂logits, in float32 or float64."""
+
+    def __init__(
+        self, hidden: Tensor, head: Tensor, bias: Tensor | None, spec: HeadSpec, needed: tuple[bool, bool, bool]
+    ):
+        self.source, self.weight, self.spec = hidden, head, spec
+        dtype = compute_dtype(hidden, head)
+        self.hidden = torch.zeros_like(hidden) if needed[0] else None
+        self.head = torch.zeros_like(head, dtype=dtype) if needed[1] else None
+        self.bias = torch.zeros_like(bias, dtype=dtype) if needed[2] else None
+        self.head_dtype, self.bias_dtype = head.dtype, None if bias is None else bias.dtype
+
+    def add(self, rows: slice, gradient: Tensor, logits: Tensor) -> None:
+        """gradient: ∂loss/∂logits [rows, V]; consumed in place."""
+        if self.spec.softcap is not None:  # d cap·tanh(x/cap)/dx = 1 − (logits/cap)²
+            gradient = gradient.mul_(1.0 - (logits / self.spec.softcap).square_())
+        if self.spec.scale != 1.0:
+            gradient = gradient.mul_(self.spec.scale)
+        if self.hidden is not None:
+            self.hidden[rows] = _wide_times_head(gradient, self.weight).to(self.hidden.dtype)
+        if self.head is not None:
+            self.head.addmm_(gradient.t(), self.source[rows].to(gradient.dtype))
+        if self.bias is not None:
+            self.bias += gradient.sum(0)
+
+    def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        head = None if self.head is None else self.head.to(self.head_dtype)
+        return self.hidden, head, None if self.bias is None else self.bias.to(self.bias_dtype)
+
+
+def _wide_times_head(gradient: Tensor, head: Tensor) -> Tensor:
+    """gradient[N, V] @ head[V, H] in the gradient's type, widening a low-precision head block by block."""
+    if head.dtype == gradient.dtype:
+        return gradient @ head
+    out = torch.zeros(gradient.shape[0], head.shape[1], dtype=gradient.dtype, device=head.device)
+    for start in range(0, head.shape[0], _HEAD_BLOCK):
+        block = slice(start, start + _HEAD_BLOCK)
+        out.addmm_(gradient[:, block], head[block].to(gradient.dtype))
+    return out
+
+
+def _slices(count: int, chunk: int) -> list[slice]:
+    return [slice(start, min(start + chunk, count)) for start in range(0, count, chunk)]
+
+
+class _ChunkedDivergence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, head, bias, teacher_hidden, teacher_head, teacher_bias, spec, own, other, chunk):
+        ctx.save_for_backward(hidden, head, bias, teacher_hidden, teacher_head, teacher_bias)
+        ctx.options = (spec, own, other, chunk)
+        values = hidden.new_empty(len(hidden), dtype=compute_dtype(hidden, head, teacher_hidden, teacher_head))
+        for rows in _slices(len(hidden), chunk):
+            values[rows], _ = divergence_kernel(
+                _logits(hidden[rows], head, bias, own),
+                _logits(teacher_hidden[rows], teacher_head, teacher_bias, other),
+                spec, False,
+            )  # fmt: skip
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream):
+        hidden, head, bias, teacher_hidden, teacher_head, teacher_bias = ctx.saved_tensors
+        spec, own, other, chunk = ctx.options
+        gradients = _HeadGradients(hidden, head, bias, own, ctx.needs_input_grad[:3])
+        for rows in _slices(len(hidden), chunk):
+            logits = _logits(hidden[rows], head, bias, own)
+            _, gradient = divergence_kernel(
+                logits, _logits(teacher_hidden[rows], teacher_head, teacher_bias, other), spec, True
+            )
+            gradients.add(rows, gradient.mul_(upstream[rows].unsqueeze(-1)), logits)
+            del logits, gradient  # before the next chunk's are made
+        return *gradients.result(), None, None, None, None, None, None, None
+
+
+class _ChunkedLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, head, bias, labels, temperature, own, chunk):
+        ctx.save_for_backward(hidden, head, bias, labels)
+        ctx.options = (temperature, own, chunk)
+        values = hidden.new_empty(len(hidden), dtype=compute_dtype(hidden, head))
+        for rows in _slices(len(hidden), chunk):
+            logits = _logits(hidden[rows], head, bias, own) / temperature
+            picked = logits.gather(-1, labels[rows].unsqueeze(-1)).squeeze(-1)
+            values[rows] = picked - torch.logsumexp(logits, dim=-1)
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream):
+        hidden, head, bias, labels = ctx.saved_tensors
+        temperature, own, chunk = ctx.options
+        gradients = _HeadGradients(hidden, head, bias, own, ctx.needs_input_grad[:3])
+        for rows in _slices(len(hidden), chunk):
+            logits = _logits(hidden[rows], head, bias, own)
+            gradient = -torch.softmax(logits / temperature, dim=-1)
+            ones = gradient.new_ones(gradient.shape[0], 1)
+            gradient.scatter_add_(-1, labels[rows].unsqueeze(-1), ones)
+            gradients.add(rows, gradient.mul_(upstream[rows].unsqueeze(-1) / temperature), logits)
+            del logits, gradient
+        return *gradients.result(), None, None, None, None

@@ -1,0 +1,406 @@
+"""The registry of training objectives: name or dotted path + options → an object that gives a loss per token.
+
+To add one, write in a file of your own::
+
+    class MyObjective:
+        needs = "full"                      # or "sampled": what the teacher must deliver
+        def __init__(self, weight=1.0): ...
+        def __call__(self, *, student_logits, teacher_logits, teacher_logprob, label, behaviour_logprob,
+                     outcome_advantage): return ObjectiveResult(loss, {"my_number": ...})
+
+and name it ``my_package.my_module:MyObjective`` in the configuration; its keyword arguments are its options.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mopd.losses.distribution import DivergenceSpec, block_rows, compute_dtype, divergence
+from mopd.losses.policy import (
+    CORRECTIONS,
+    ESTIMATORS,
+    K1_REFUSED,
+    candidate_logprob,
+    policy_gradient,
+    sampled_kl,
+)
+
+NEEDS = ("sampled", "full")
+
+
+@dataclasses.dataclass(frozen=True)
+class ObjectiveResult:
+    """loss [N] with graph, 0 where a token carries none; diagnostics {name: [N] detached}.
+
+    Every built-in objective gives, float with NaN where unknown: ``k1`` (log π_θ − log π_T of the sampled token),
+    ``k3``, ``student_entropy`` (nats), and with teacher logits ``teacher_entropy``, ``agreement`` (1 where the
+    sampled token is the teacher's most likely), ``reverse_kl`` and ``forward_kl`` (exact); bool: ``unscored`` (the
+    teacher's score is missing or not usable: loss 0, count it and ask again), ``infinite`` (the divergence is
+    infinite: loss 0), ``masked`` (ρ outside the bounds) and ``clipped``.
+    """
+
+    loss: Tensor
+    diagnostics: dict[str, Tensor]
+
+
+class Objective(Protocol):
+    """What the learner calls. N loss positions, V vocabulary; `student_logits` carries the graph, nothing else does.
+
+    needs               "sampled" (teacher_logprob is enough) or "full" (teacher_logits [N, V] must be there)
+    student_logits      [N, V] the rows that predict the labels
+    teacher_logits      [N, V] or None; a row with a NaN is a missing score
+    teacher_logprob     [N] or None, log π_T of the label at the sampling temperature; NaN is a missing score
+    label               [N] long, the sampled tokens
+    behaviour_logprob   [N], log µ at the sampling temperature; NaN where unknown
+    outcome_advantage   [N] or None
+    """
+
+    needs: str
+
+    def __call__(
+        self,
+        *,
+        student_logits: Tensor,
+        teacher_logits: Tensor | None,
+        teacher_logprob: Tensor | None,
+        label: Tensor,
+        behaviour_logprob: Tensor,
+        outcome_advantage: Tensor | None,
+    ) -> ObjectiveResult: ...
+
+
+class MopdObjective:
+    """`mopd`: see policy_gradient for formula, source and what its gradient means. Needs the sampled token's score
+    only.
+
+    advantage_student "snapshot" reads the policy at the start of the step from the call's `snapshot_logprob` [N].
+    A call's `candidates` (id lists, see candidate_logprob) renormalise the student, and the teacher where its logits
+    are there; a teacher_logprob must then have been renormalised by whoever scored it.
+    """
+
+    needs = "sampled"
+
+    def __init__(
+        self,
+        bounds: Sequence[float] = (0.2, 5.0),
+        correction: str = "mask",
+        alpha: float = 0.0,
+        advantage_clip: Sequence[float] | None = None,
+        advantage_student: str = "current",
+        temperature: float = 1.0,
+    ):
+        if correction not in CORRECTIONS:
+            raise ValueError(f"unknown correction {correction!r}; there are: {', '.join(CORRECTIONS)}")
+        if advantage_student not in ("current", "snapshot"):
+            raise ValueError(f"advantage_student must be 'current' or 'snapshot', got {advantage_student!r}")
+        if len(bounds) != 2 or not 0.0 <= bounds[0] < bounds[1]:
+            raise ValueError(f"bounds must be [low, high] with 0 <= low < high, got {list(bounds)}")
+        if advantage_clip is not None and (len(advantage_clip) != 2 or not advantage_clip[0] < advantage_clip[1]):
+            raise ValueError(f"advantage_clip must be [low, high] with low < high, got {list(advantage_clip)}")
+        self.bounds = (float(bounds[0]), float(bounds[1]))
+        self.correction, self.alpha, self.advantage_student = correction, float(alpha), advantage_student
+        self.advantage_clip = None if advantage_clip is None else (float(advantage_clip[0]), float(advantage_clip[1]))
+        self.temperature = _positive(temperature)
+
+    def __call__(
+        self,
+        *,
+        student_logits: Tensor,
+        teacher_logits: Tensor | None,
+        teacher_logprob: Tensor | None,
+        label: Tensor,
+        behaviour_logprob: Tensor,
+        outcome_advantage: Tensor | None = None,
+        snapshot_logprob: Tensor | None = None,
+        candidates: Sequence[Any] | None = None,
+    ) -> ObjectiveResult:
+        student = label_logprob(student_logits, label, self.temperature, candidates)
+        teacher = _teacher_logprob(teacher_logits, teacher_logprob, label, self.temperature, candidates)
+        if self.advantage_student == "snapshot" and snapshot_logprob is None:
+            raise ValueError("advantage_student 'snapshot' needs snapshot_logprob, the policy at the start of the step")
+        result = policy_gradient(
+            student,
+            teacher,
+            behaviour_logprob,
+            bounds=self.bounds,
+            correction=self.correction,
+            outcome_advantage=outcome_advantage,
+            alpha=self.alpha,
+            advantage_clip=self.advantage_clip,
+            logp_snapshot=snapshot_logprob if self.advantage_student == "snapshot" else None,
+        )
+        found = diagnose(student_logits, teacher_logits, label, student, teacher, self.temperature)
+        found.update(
+            unscored=result.unscored, masked=result.masked, clipped=result.clipped, ratio=result.ratio,
+            advantage=torch.where(result.unscored, torch.nan, result.advantage),
+            infinite=torch.zeros_like(result.unscored),
+        )  # fmt: skip
+        return ObjectiveResult(result.loss, found)
+
+
+class DivergenceObjective:
+    """`reverse_kl`, `forward_kl`, `jsd`: exact per position, see divergence. Needs the teacher's whole distribution.
+
+    The sampled token decides where the loss is taken, never what it is; µ does not enter, so stale tokens give the
+    exact divergence on slightly stale histories.
+    """
+
+    needs = "full"
+
+    def __init__(
+        self,
+        kind: str,
+        beta: float = 0.5,
+        support: str = "full",
+        k: int | None = None,
+        tail: str = "bucket",
+        temperature: float = 1.0,
+    ):
+        self.spec = DivergenceSpec(kind, beta, support, k, tail, temperature)
+
+    def __call__(
+        self,
+        *,
+        student_logits: Tensor,
+        teacher_logits: Tensor | None,
+        teacher_logprob: Tensor | None,
+        label: Tensor,
+        behaviour_logprob: Tensor,
+        outcome_advantage: Tensor | None = None,
+    ) -> ObjectiveResult:
+        if teacher_logits is None:
+            raise ValueError(
+                f"objective {self.spec.kind!r} needs the teacher's logits; this teacher gives sampled scores only: "
+                "take 'mopd' or 'sampled_kl', or a teacher that answers with logits or hidden states"
+            )
+        teacher_logits = teacher_logits.detach()
+        # The largest logit is NaN if any is, and −inf if no id has mass.
+        scored = torch.isfinite(teacher_logits.amax(dim=-1))
+        filled = teacher_logits
+        if not bool(scored.all()):
+            # Select before arithmetic: a missing row becomes the student's own, which has neither loss nor gradient.
+            own = student_logits.detach().to(teacher_logits.dtype)
+            filled = torch.where(scored.unsqueeze(-1), teacher_logits, own)
+        value = divergence(student_logits, filled, **dataclasses.asdict(self.spec))
+        infinite = scored & torch.isinf(value.detach())
+        loss = torch.where(scored & ~infinite, value, 0.0)
+        found = diagnose(
+            student_logits, teacher_logits, label, teacher_logprob=teacher_logprob, temperature=self.spec.temperature
+        )
+        none = torch.zeros_like(scored)
+        found.update(unscored=~scored, infinite=infinite, masked=none, clipped=none)
+        return ObjectiveResult(loss, found)
+
+
+class SampledKLObjective:
+    """`sampled_kl`: k2 (unbiased gradient of the reverse KL) or k3 (gradient of the forward KL) as a loss; see
+    sampled_kl.
+
+    Its statements hold for tokens sampled by the very policy that is trained. It has no importance weights: with stale
+    tokens take `mopd`. k1 is refused, with the reason.
+    """
+
+    needs = "sampled"
+
+    def __init__(self, estimator: str = "k2", temperature: float = 1.0):
+        if estimator == "k1":
+            raise ValueError(K1_REFUSED)
+        if estimator not in ESTIMATORS:
+            raise ValueError(f"unknown estimator {estimator!r}; as a loss there are: k2, k3")
+        self.estimator, self.temperature = estimator, _positive(temperature)
+
+    def __call__(
+        self,
+        *,
+        student_logits: Tensor,
+        teacher_logits: Tensor | None,
+        teacher_logprob: Tensor | None,
+        label: Tensor,
+        behaviour_logprob: Tensor,
+        outcome_advantage: Tensor | None = None,
+        candidates: Sequence[Any] | None = None,
+    ) -> ObjectiveResult:
+        student = label_logprob(student_logits, label, self.temperature, candidates)
+        teacher = _teacher_logprob(teacher_logits, teacher_logprob, label, self.temperature, candidates)
+        scored = torch.isfinite(teacher) & ~torch.isinf(student.detach())
+        safe_student = torch.where(scored, student, 0.0)
+        value = sampled_kl(safe_student, torch.where(scored, teacher, 0.0), estimator=self.estimator, loss=True)
+        infinite = scored & torch.isinf(value.detach())
+        loss = torch.where(scored & ~infinite, value, 0.0)
+        found = diagnose(student_logits, teacher_logits, label, student, teacher, self.temperature)
+        none = torch.zeros_like(scored)
+        found.update(unscored=~scored, infinite=infinite, masked=none, clipped=none)
+        return ObjectiveResult(loss, found)
+
+
+def reverse_kl(support: str = "full", k: int | None = None, tail: str = "bucket", temperature: float = 1.0):
+    """The `reverse_kl` objective."""
+    return DivergenceObjective("reverse_kl", support=support, k=k, tail=tail, temperature=temperature)
+
+
+def forward_kl(support: str = "full", k: int | None = None, tail: str = "bucket", temperature: float = 1.0):
+    """The `forward_kl` objective."""
+    return DivergenceObjective("forward_kl", support=support, k=k, tail=tail, temperature=temperature)
+
+
+def jsd(beta: float = 0.5, support: str = "full", k: int | None = None, tail: str = "bucket", temperature: float = 1.0):
+    """The `jsd` objective."""
+    return DivergenceObjective("jsd", beta=beta, support=support, k=k, tail=tail, temperature=temperature)
+
+
+OBJECTIVES: dict[str, Callable[..., Objective]] = {
+    "mopd": MopdObjective,
+    "reverse_kl": reverse_kl,
+    "forward_kl": forward_kl,
+    "jsd": jsd,
+    "sampled_kl": SampledKLObjective,
+}
+
+
+def make_objective(name: str, options: Mapping[str, Any] | None = None) -> Objective:
+    """The objective called `name` (a built-in, or ``package.module:factory``), built with `options` as keyword
+    arguments.
+
+    Raises ValueError, naming what exists, for an unknown name, module, factory or option, for a value that the
+    objective refuses, and for a factory whose product has no `needs` of "sampled" or "full".
+    """
+    factory = _factory(name)
+    given = dict(options or {})
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"objective {name!r}: cannot read its signature ({error})") from error
+    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    unknown = sorted(set(given) - set(known))
+    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        raise ValueError(
+            f"objective {name!r} has no option {', '.join(map(repr, unknown))}; it has: {', '.join(known) or 'none'}"
+        )
+    try:
+        objective = factory(**given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"objective {name!r}: {error}") from error
+    if not callable(objective) or getattr(objective, "needs", None) not in NEEDS:
+        raise ValueError(
+            f"objective {name!r} made {type(objective).__name__}, which must be callable and have needs = 'sampled' "
+            "or 'full'"
+        )
+    return objective
+
+
+def _factory(name: str) -> Callable[..., Objective]:
+    if name in OBJECTIVES:
+        return OBJECTIVES[name]
+    if ":" not in name:
+        raise ValueError(
+            f"unknown objective {name!r}; there are: {', '.join(OBJECTIVES)}, or your own as 'package.module:factory'"
+        )
+    module_name, attribute = name.split(":", 1)
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(
+            f"objective {name!r}: cannot import {module_name!r} ({error}); is its package installed?"
+        ) from error
+    if not hasattr(module, attribute):
+        raise ValueError(f"objective {name!r}: module {module_name!r} has no {attribute!r}")
+    factory = getattr(module, attribute)
+    if not callable(factory):
+        raise ValueError(f"objective {name!r} is a {type(factory).__name__}, which cannot be called")
+    return factory
+
+
+def label_logprob(
+    logits: Tensor, label: Tensor, temperature: float = 1.0, candidates: Sequence[Any] | None = None
+) -> Tensor:
+    """log softmax(logits[N, V]/temperature) of label[N] -> [N] with graph, in float32 or better; over candidates if
+    given."""
+    if candidates is not None:
+        return candidate_logprob(logits, label, candidates, temperature=temperature)
+    scaled = logits.to(compute_dtype(logits))
+    if temperature != 1.0:
+        scaled = scaled / temperature
+    return torch.log_softmax(scaled, dim=-1).gather(-1, label.unsqueeze(-1)).squeeze(-1)
+
+
+def _teacher_logprob(
+    teacher_logits: Tensor | None,
+    teacher_logprob: Tensor | None,
+    label: Tensor,
+    temperature: float,
+    candidates: Sequence[Any] | None = None,
+) -> Tensor:
+    """[N], NaN where missing: the given scores, or the label's entry of the given logits."""
+    with torch.no_grad():
+        if teacher_logprob is not None:
+            return teacher_logprob.detach()
+        if teacher_logits is None:
+            raise ValueError("the teacher gave neither logits nor the sampled tokens' log-probabilities")
+        return label_logprob(teacher_logits, label, temperature, candidates)
+
+
+@torch.no_grad()
+def diagnose(
+    student_logits: Tensor,
+    teacher_logits: Tensor | None,
+    label: Tensor,
+    student_logprob: Tensor | None = None,
+    teacher_logprob: Tensor | None = None,
+    temperature: float = 1.0,
+) -> dict[str, Tensor]:
+    """The per-token numbers that every objective reports (see ObjectiveResult), [N] each, detached, NaN where unknown.
+
+    A label's log-probability is read from the logits where it is not given.
+    """
+    columns: dict[str, list[Tensor]] = {}
+
+    def put(name: str, values: Tensor) -> None:
+        columns.setdefault(name, []).append(values)
+
+    step = block_rows(student_logits)
+    for start in range(0, max(len(label), 1), step):
+        rows = slice(start, start + step)
+        ids = label[rows].unsqueeze(-1)
+        student = torch.log_softmax(student_logits[rows].detach().float() / temperature, dim=-1)
+        p = student.exp()
+        own = _weighted(p, student)
+        put("student_entropy", -own)
+        put("student_logprob", student.gather(-1, ids).squeeze(-1))
+        if teacher_logits is None:
+            continue
+        teacher = torch.log_softmax(teacher_logits[rows].detach().float() / temperature, dim=-1)
+        q = teacher.exp()
+        theirs = _weighted(q, teacher)
+        put("teacher_entropy", -theirs)
+        put("teacher_logprob", teacher.gather(-1, ids).squeeze(-1))
+        put("reverse_kl", own - _weighted(p, teacher))
+        put("forward_kl", theirs - _weighted(q, student))
+        top = (teacher.argmax(-1) == label[rows]).float()
+        put("agreement", torch.where(torch.isnan(theirs), torch.nan, top))
+    found = {name: torch.cat(parts) for name, parts in columns.items()}
+    for name, given in (("student_logprob", student_logprob), ("teacher_logprob", teacher_logprob)):
+        if given is not None:
+            found[name] = given.detach().float()
+    if "teacher_logprob" not in found:
+        raise ValueError("the teacher gave neither logits nor the sampled tokens' log-probabilities")
+    for estimator in ("k1", "k3"):
+        found[estimator] = sampled_kl(found["student_logprob"], found["teacher_logprob"], estimator=estimator)
+    return found
+
+
+def _weighted(mass: Tensor, log_mass: Tensor) -> Tensor:
+    """Σ_v mass · log_mass where there is mass; NaN rows stay NaN."""
+    return log_mass.masked_fill(mass == 0, 0.0).mul_(mass).sum(-1)
+
+
+def _positive(temperature: float) -> float:
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    return float(temperature)

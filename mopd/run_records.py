@@ -1,0 +1,109 @@
+"""What a run writes down: one record per step, and a few episodes with the teacher's opinion of every sampled token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mopd.learner.packing import pack
+from mopd.losses.objectives import label_logprob
+from mopd.rows import STREAMS
+from mopd.sampling.fresh_turn import rows_from_sequence
+from mopd.sampling.streams import StepSamples, Streams
+from mopd.schedule import Plan
+
+EPISODES_PER_DOMAIN = 2
+
+
+def step_record(plan: Plan, samples: StepSamples, report, notes: list[str], wall: float) -> dict[str, Any]:
+    """The metrics of one step (METHOD 9) under the names that report and tests read. Seconds are wall-clock."""
+    metrics = report.metrics
+    seconds = {"training": metrics["seconds"]["training"] + metrics["seconds"]["packing"],
+               "scoring": metrics["seconds"]["scoring"], **samples.seconds, "total": wall}
+    domains: dict[str, Any] = {}
+    for name, share in plan.shares.items():
+        numbers = metrics["domains"].get(name, {})
+        episodes = [e for e in samples.episodes if e.spec.domain == name and not e.failure]
+        streams = {key.split("/")[1]: cell for key, cell in metrics["streams"].items() if key.split("/")[0] == name}
+        domains[name] = {
+            "share": share, "samples": plan.counts[name], "tokens": numbers.get("tokens", 0),
+            "reverse_kl": numbers.get("k1"), "reverse_kl_k3": numbers.get("k3"),
+            "reverse_kl_exact": numbers.get("reverse_kl"), "forward_kl": numbers.get("forward_kl"),
+            "entropy_student": numbers.get("student_entropy"), "entropy_teacher": numbers.get("teacher_entropy"),
+            "teacher_agreement": numbers.get("agreement"), "masked_share": numbers.get("masked_share", 0.0),
+            "clipped_share": numbers.get("clipped_share", 0.0), "unscored_share": numbers.get("unscored_share", 0.0),
+            "mismatch_mean": numbers.get("mismatch_mean"), "mismatch_max": numbers.get("mismatch_max"),
+            "effective_sample_size": numbers.get("effective_sample_size"), "staleness": numbers.get("staleness", 0.0),
+            "reward": _mean([e.score for e in episodes]), "success": _mean([float(e.success) for e in episodes]),
+            "turns": _mean([float(e.turns) for e in episodes]),
+            "malformed": sum(e.malformed for e in episodes), "infra_failures": dict(samples.failures.get(name, {})),
+            "depth": _depths(streams),
+            "streams": {s: {"tokens": c["tokens"], "sequences": c["actions"], "reverse_kl": c.get("k1")}
+                        for s, c in streams.items()}}
+    return {
+        "step": plan.step, "loss": metrics["loss"], "skipped": metrics["skipped"],
+        "gradient_norm": metrics.get("gradient_norm"), "learning_rate": metrics.get("learning_rate"), "seconds": seconds,
+        "tokens": {"sampled": samples.sampled_tokens, "trained": metrics.get("loss_tokens", 0),
+                   "computed": metrics.get("tokens", 0)},
+        "environment_steps": samples.environment_steps, "groups": samples.groups,
+        "dropped_groups": samples.dropped_groups, "omega": metrics.get("omega", {}), "balance": metrics.get("balance", {}),
+        "missing": metrics.get("missing", {}), "domains": domains,
+        "router": {**metrics.get("expert_load", {}), "alerts": metrics.get("alerts", [])}, "notes": notes}
+
+
+def scored_episodes(streams: Streams, plan: Plan, model: torch.nn.Module, launch) -> list[dict[str, Any]]:
+    """A few episodes of the finished student, every action token with the student's and the teacher's log-probability."""
+    counts = {name: {"rollout": EPISODES_PER_DOMAIN} for name in plan.counts}
+    samples = streams.sample(Plan(plan.step, counts, plan.shares))
+    scorers = launch.registry.scorers()
+    tokenizer = launch.tokenizer
+    pages = []
+    for episode in samples.episodes:
+        if episode.sequence is None:
+            continue
+        domain = episode.spec.domain
+        rows = rows_from_sequence(episode.sequence, domain=domain, stream="rollout", group=0, sequence_number=0)
+        scores: dict[int, list[dict[str, Any]]] = {}
+        for batch in pack(rows, token_budget=1 << 20, pad_id=launch.renderer.end_id, domains=[domain], streams=STREAMS):
+            teacher = scorers[domain](batch, need="sampled", temperature=streams.temperature).logprob
+            student = _student_logprob(model, batch, streams.temperature)
+            for turn, label, t, s in zip(batch.turn.tolist(), batch.label.tolist(), teacher.tolist(), student.tolist(),
+                                         strict=True):
+                text = tokenizer.decode([label])
+                scores.setdefault(turn, []).append({"text": text, "teacher_logprob": t, "student_logprob": s})
+        context = episode.sequence.contexts[-1]
+        segments = []
+        for segment in context.segments:
+            part = {"kind": segment.kind, "text": tokenizer.decode(context.tokens[segment.start:segment.end].tolist())}
+            if segment.kind == "action":
+                part["tokens"] = scores.get(segment.turn, [])
+            segments.append(part)
+        pages.append({"domain": domain, "task": f"{episode.sequence.task}:{episode.sequence.seed}",
+                      "success": episode.success, "model": streams.student, "segments": segments})
+    return pages
+
+
+@torch.no_grad()
+def _student_logprob(model: torch.nn.Module, batch, temperature: float) -> torch.Tensor:
+    from mopd.learner.forward import PackedLM
+
+    was_training = model.training
+    model.eval()
+    logprob = label_logprob(PackedLM(model)(batch), batch.label, temperature)
+    model.train(was_training)
+    return logprob
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _depths(streams: dict[str, dict]) -> dict[str, int]:
+    """Actions by turn number of the decision points (prefix streams only)."""
+    total: dict[str, int] = {}
+    for name, cell in streams.items():
+        if name in ("teacher_prefix", "sft_prefix"):
+            for depth, count in cell["depth"].items():
+                total[depth] = total.get(depth, 0) + count
+    return total

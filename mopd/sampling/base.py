@@ -1,0 +1,56 @@
+"""What every sampling engine speaks: token ids in, token ids with log-probabilities and versions out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingOptions:
+    """temperature 0 is greedy. `stop_ids` end a turn and are kept as its last token."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 32
+    stop_ids: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """`tokens` uint32 [T] is the whole history. `seed` alone decides the random draws, whatever else is in the batch.
+    `session` names a growing sequence: an engine may keep its key/value cache from one turn to the next.
+    `max_tokens` lowers the options' limit for this request (domains with different turn limits sample as one batch)."""
+
+    tokens: np.ndarray
+    seed: int
+    session: str | None = None
+    max_tokens: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """tokens uint32 [n]; logprob float32 [n] under the policy that really sampled (temperature, top-p, top-k applied);
+    finish is `stop` or `length`; version is the weights version."""
+
+    tokens: np.ndarray
+    logprob: np.ndarray
+    finish: str
+    version: int
+
+
+@runtime_checkable
+class SamplingEngine(Protocol):
+    version: int
+
+    def generate(self, requests: list[Request], options: SamplingOptions) -> list[Completion]: ...
+
+    def end_sessions(self, sessions: Iterable[str]) -> None:
+        """Forget the caches of finished sequences."""
+
+    def load_weights(self, weights: Iterable[tuple[str, object]], version: int) -> None:
+        """Take the student's weights under their Hugging Face names; all caches are dropped."""

@@ -1,0 +1,80 @@
+"""Builds the contexts of a sequence while it is played: who wrote which token, with which log-probability."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mopd.sampling.rendering import Extension
+from prefix_store.trajectory import Context, Segment
+
+
+class _Growing:
+    """One context under construction."""
+
+    def __init__(self, parent: int | None = None, fork: int = 0):
+        self.parent, self.fork = parent, fork
+        self.tokens = np.empty(0, np.uint32)
+        self.logprobs = np.empty(0, np.float32)
+        self.versions = np.empty(0, np.int32)
+        self.segments: list[Segment] = []
+
+    def add(self, kind: str, tokens: np.ndarray, turn: int, writer: str, logprobs, version: int) -> None:
+        if len(tokens) == 0:
+            return
+        start = len(self.tokens)
+        self.tokens = np.concatenate([self.tokens, tokens.astype(np.uint32)])
+        self.logprobs = np.concatenate([self.logprobs, np.broadcast_to(np.float32(logprobs), len(tokens))])
+        self.versions = np.concatenate([self.versions, np.full(len(tokens), version, np.int32)])
+        last = self.segments[-1] if self.segments else None
+        if last is not None and (last.kind, last.turn, last.writer) == (kind, turn, writer):
+            # A segment is a maximal run.
+            start = self.segments.pop().start
+        self.segments.append(Segment(kind, start, len(self.tokens), turn, writer))
+
+
+class ContextBuilder:
+    """Grows a sequence's contexts: `prompt`, then `act` and `observe` in turn."""
+
+    def __init__(self, prompt: np.ndarray):
+        self._contexts = [_Growing()]
+        self._contexts[0].add("prompt", prompt, -1, "", np.nan, -1)
+        self.turns = 0
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """uint32 [T]: what the model sees next."""
+        return self._contexts[-1].tokens
+
+    def act(self, tokens: np.ndarray, logprobs: np.ndarray | float, version: int, writer: str) -> None:
+        """Append an action as it was written; `logprobs` NaN and version -1 where no model wrote it."""
+        self._contexts[-1].add("action", tokens, self.turns, writer, logprobs, version)
+        self.turns += 1
+
+    def observe(self, extension: Extension) -> None:
+        """Append the observation after the last action, or start a child context where history was rewritten.
+
+        A rewritten context's own tokens are an observation: no model sampled them in this form, so they carry no loss.
+        """
+        turn = self.turns - 1
+        if extension.kind == "append":
+            self._contexts[-1].add("observation", extension.tokens, turn, "", np.nan, -1)
+            return
+        parent = self._contexts[-1]
+        # At least one token must be the child's own.
+        fork = min(extension.fork, len(extension.tokens) - 1)
+        child = _Growing(len(self._contexts) - 1, fork)
+        for s in parent.segments:
+            if s.start < fork:
+                end = min(s.end, fork)
+                part = slice(s.start, end)
+                child.tokens = parent.tokens[:end]
+                child.logprobs, child.versions = parent.logprobs[:end], parent.versions[:end]
+                child.segments.append(Segment(s.kind, part.start, end, s.turn, s.writer))
+        child.add("observation", extension.tokens[fork:], turn, "", np.nan, -1)
+        self._contexts.append(child)
+
+    def build(self) -> tuple[Context, ...]:
+        """The finished contexts. Tokens after the last action were seen by nobody if play has ended; they are kept."""
+        return tuple(
+            Context(c.tokens, c.logprobs, c.versions, tuple(c.segments), c.parent, c.fork) for c in self._contexts
+        )

@@ -1,0 +1,279 @@
+"""The MOPD² step: cells with their own normaliser, missing scores masked, and metrics that are global."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from mopd.learner.engine import Learner, LearnerConfig
+from mopd.learner.packing import pack
+from mopd.learner.scores import Scores
+from mopd.learner.step import LearnerStep, MissingScorer, StepConfig
+from mopd.losses import aggregate, divergence
+from mopd.metrics import clean
+from mopd.rows import STREAMS
+from teachers.scoring.hf import HFTeacher
+from tests.mopd.learner.test_engine import run_python
+from tests.mopd.learner.tiny import branch_row, make_model, mixed_rows, repeated_prefix_logits, rollout_row
+
+DOMAINS = ("game", "science")
+SHARES = {"game": 0.3, "science": 0.7}
+STREAM_SHARE = {"rollout": 0.5, "teacher_prefix": 0.3, "sft_prefix": 0.2, "demonstration": 0.0}
+
+
+def rows_of(seed=0):
+    rng = np.random.default_rng(seed)
+    rows = mixed_rows(rng, 9)
+    rows.append(branch_row(rng, size=12, branches=2, stream="sft_prefix", domain="science", group=20))
+    return rows
+
+
+def build(scorers=None, model=None, **changes):
+    learner = Learner(
+        model or make_model("qwen3_moe"),
+        total_steps=5,
+        config=LearnerConfig(learning_rate=1e-2, schedule="constant", gradient_clipping=0.0),
+    )
+    if scorers is None:
+        scorers = {d: HFTeacher(make_model("qwen3_moe", seed=7 + i), teacher=f"t_{d}") for i, d in enumerate(DOMAINS)}
+    config = StepConfig(**{"stream_share": STREAM_SHARE, "token_budget": 150, **changes})
+    return LearnerStep(learner, domains=DOMAINS, scorers=scorers, config=config)
+
+
+@pytest.mark.parametrize("mode", ["token_mean", "sequence_mean", "turn_mean"])
+def test_the_loss_is_the_sum_of_cells(mode):
+    """Against the plain formula: repeated prefixes, one aggregate per (domain, stream), ω renormalised."""
+    rows = rows_of()
+    step = build(aggregation=mode)
+    expected, total = 0.0, 0.0
+    with torch.no_grad():
+        for d, domain in enumerate(DOMAINS):
+            teacher = make_model("qwen3_moe", seed=7 + d)
+            for stream in STREAMS:
+                cell = [r for r in rows if (r.domain, r.stream) == (domain, stream)]
+                if not cell:
+                    continue
+                value = divergence(
+                    repeated_prefix_logits(step.learner.model, cell),
+                    repeated_prefix_logits(teacher, cell),
+                    kind="forward_kl",
+                )
+                ids = {
+                    n: torch.tensor([getattr(a, n) for r in cell for a in r.actions for _ in a.tokens])
+                    for n in ("sequence", "group", "turn")
+                }
+                omega = SHARES[domain] * STREAM_SHARE[stream]
+                expected += omega * aggregate(value, mode=mode, **ids).item()
+                total += omega
+    report = step(rows, shares=SHARES)
+    assert report.loss == pytest.approx(expected / total, rel=1e-4)
+    assert sum(report.metrics["omega"].values()) == pytest.approx(1.0)
+    assert sum(s["loss"] for s in report.metrics["streams"].values()) == pytest.approx(report.loss, rel=1e-4)
+    assert sum(s["weight"] for s in report.metrics["streams"].values()) == pytest.approx(1.0, rel=1e-5)
+    step.learner.close()
+
+
+def test_metrics_are_there_and_right():
+    rows = rows_of()
+    step = build()
+    with torch.no_grad():
+        game = [r for r in rows if r.domain == "game"]
+        mine = torch.log_softmax(repeated_prefix_logits(step.learner.model, game), -1)
+        theirs = torch.log_softmax(repeated_prefix_logits(make_model("qwen3_moe", seed=7), game), -1)
+    label = torch.from_numpy(np.concatenate([a.tokens for r in game for a in r.actions]).astype(np.int64))[:, None]
+    behaviour = torch.from_numpy(np.concatenate([a.behaviour_logprob for r in game for a in r.actions]))
+    student = mine.gather(1, label)[:, 0]
+    k1 = (student - theirs.gather(1, label)[:, 0]).mean()
+    gap = student - behaviour
+    report = step(rows, shares=SHARES)
+    found = report.metrics["domains"]["game"]
+    assert found["k1"] == pytest.approx(k1.item(), rel=1e-3)
+    assert found["reverse_kl"] == pytest.approx((mine.exp() * (mine - theirs)).sum(-1).mean().item(), rel=1e-3)
+    assert report.reverse_kl["game"] == found["reverse_kl"]
+    assert found["student_entropy"] == pytest.approx(-(mine.exp() * mine).sum(-1).mean().item(), rel=1e-3)
+    assert found["agreement"] == pytest.approx((theirs.argmax(-1) == label[:, 0]).float().mean().item())
+    assert found["mismatch_mean"] == pytest.approx(gap.abs().mean().item(), rel=1e-3)
+    assert found["mismatch_max"] == pytest.approx(gap.abs().max().item(), rel=1e-3)
+    ratio = gap.exp()
+    assert found["effective_sample_size"] == pytest.approx((ratio.mean() ** 2 / (ratio**2).mean()).item(), rel=1e-2)
+    depth = collections.Counter(str(a.turn) for r in game for a in r.actions)
+    assert found["depth"] == dict(depth) and found["actions"] == sum(depth.values())
+    assert found["tokens"] == len(label) == found["trained_tokens"] and found["masked_share"] == 0
+    metrics = report.metrics
+    assert metrics["loss_tokens"] == sum(r.loss_tokens for r in rows)
+    assert len(metrics["expert_load"]["cv"]) == 2
+    assert set(metrics["seconds"]) == {"packing", "scoring", "training"}
+    json.dumps(clean(metrics), allow_nan=False)
+    step.learner.close()
+
+
+def test_student_equal_to_teacher_gives_no_loss_and_no_gradient():
+    model = make_model("qwen3_moe")
+    teacher = HFTeacher(make_model("qwen3_moe"), teacher="same")
+    for objective in ("reverse_kl", "forward_kl", "jsd", "mopd"):
+        step = build({d: teacher for d in DOMAINS}, model, objective=objective)
+        report = step(rows_of(), shares=SHARES)
+        assert abs(report.loss) < 1e-5 and report.metrics["gradient_norm"] < 1e-4, objective
+        step.learner.close()
+    teacher.check_unchanged()
+
+
+def test_missing_scores_are_masked_and_counted_not_trained():
+    """A score of NaN leaves loss, gradient and denominators as if the token's action did not exist."""
+    rows = [rollout_row(np.random.default_rng(i), size=20, turns=3, group=i) for i in range(4)]
+
+    def lossy(batch, *, need, temperature):
+        scores = teacher(batch, need=need, temperature=temperature)
+        lost = (batch.row == 2) & (batch.action == 1)
+        scores.logits[lost], scores.logprob[lost] = math.nan, math.nan
+        scores.missing["timeout"] += int(lost.sum())
+        return scores
+
+    teacher = HFTeacher(make_model("qwen3_moe", seed=7), teacher="t")
+    step = build({d: lossy for d in DOMAINS})
+    report = step(rows, shares=SHARES)
+    step.learner.close()
+    smaller = list(rows)
+    smaller[2] = dataclasses.replace(rows[2], actions=(rows[2].actions[0], rows[2].actions[2]))
+    other = build({d: teacher for d in DOMAINS})
+    expected = other(smaller, shares=SHARES)
+    other.learner.close()
+    assert report.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert report.metrics["gradient_norm"] == pytest.approx(expected.metrics["gradient_norm"], rel=1e-4)
+    lost = len(rows[2].actions[1].tokens)
+    assert report.metrics["missing"] == {"t": {"timeout": lost}}
+    game = report.metrics["domains"]["game"]
+    assert game["unscored_tokens"] == lost and game["trained_tokens"] == game["tokens"] - lost
+    assert any("t: 3 tokens without a score" in a or "without a score" in a for a in report.metrics["alerts"])
+
+
+def test_stale_tokens_are_left_out_and_an_empty_step_is_skipped():
+    rows = rows_of()
+    step = build(max_staleness=2)
+    before = [p.detach().clone() for p in step.learner.model.parameters()]
+    with pytest.warns(UserWarning, match="no token is left"):
+        report = step(rows, shares=SHARES, step=3)
+    assert report.skipped and step.learner.step == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, step.learner.model.parameters(), strict=True))
+    fresh = [
+        dataclasses.replace(r, actions=tuple(dataclasses.replace(a, version=a.version + 3) for a in r.actions))
+        if r.domain == "game"
+        else r
+        for r in rows
+    ]
+    report = step(fresh, shares=SHARES, step=3)
+    assert report.metrics["domains"]["science"]["trained_tokens"] == 0
+    assert report.metrics["domains"]["science"]["stale_tokens"] == sum(
+        r.loss_tokens for r in rows if r.domain != "game"
+    )
+    assert set(k.split("/")[0] for k in report.metrics["omega"]) == {"game"}
+    with pytest.warns(UserWarning, match="no token is left"):
+        assert step([], shares=SHARES).skipped
+    step.learner.close()
+
+
+def test_normalised_balance_uses_the_students_own_deviation():
+    rows = rows_of()
+    step = build(balance="normalised", objective="mopd")
+    with torch.no_grad():
+        ratios = {}
+        for d, domain in enumerate(DOMAINS):
+            cell = [r for r in rows if r.domain == domain]
+            label = torch.from_numpy(np.concatenate([a.tokens for r in cell for a in r.actions]).astype(np.int64))
+            student = torch.log_softmax(repeated_prefix_logits(step.learner.model, cell), -1)
+            teacher = torch.log_softmax(repeated_prefix_logits(make_model("qwen3_moe", seed=7 + d), cell), -1)
+            ratios[domain] = (teacher - student).gather(1, label[:, None])[:, 0]
+    everything = torch.cat(list(ratios.values())).std(correction=0)
+    report = step(rows, shares=SHARES)
+    for domain, ratio in ratios.items():
+        assert report.metrics["balance"][domain] == pytest.approx(
+            (everything / ratio.std(correction=0)).item(), rel=1e-3
+        )
+    assert int(step.learner.expert_loads.take().sum()) == 0
+    step.learner.close()
+
+
+def test_what_does_not_fit_is_refused():
+    teacher = HFTeacher(make_model("qwen3_moe"), teacher="t")
+    with pytest.raises(MissingScorer, match="no teacher scores science"):
+        build({"game": teacher})
+
+    def sampled_only(batch, *, need, temperature):
+        return Scores("server", torch.zeros(batch.loss_tokens))
+
+    step = build({d: sampled_only for d in DOMAINS})
+    with pytest.raises(ValueError, match="'server' gives the sampled token's score only"):
+        step(rows_of(), shares=SHARES)
+    with pytest.raises(ValueError, match="no share is configured for domain 'science'"):
+        build(model=step.learner.model)(rows_of(), shares={"game": 1.0})
+
+
+def test_padded_output_matrices_share_the_ids_that_both_have():
+    wide = HFTeacher(make_model("qwen3_moe", seed=7), teacher="t")
+    narrow = HFTeacher(make_model("qwen3_moe", seed=7), teacher="t", vocabulary=59)
+    (batch,) = pack(
+        [rollout_row(np.random.default_rng(0), size=20, turns=2)],
+        token_budget=100,
+        pad_id=0,
+        domains=DOMAINS,
+        streams=STREAMS,
+    )
+    batch.label.clamp_(max=58)
+    assert torch.equal(narrow(batch).logits, wide(batch).logits[:, :59])
+    expected = torch.log_softmax(wide(batch).logits[:, :59], -1).gather(1, batch.label[:, None])[:, 0]
+    torch.testing.assert_close(narrow(batch).logprob, expected)
+    batch.label[0] = 60
+    with pytest.raises(ValueError, match="has 59 ids, but the student wrote id 60"):
+        narrow(batch)
+
+
+RANKS = """
+import json, os
+from tests.mopd.learner.test_step import *
+rank = int(os.environ["RANK"])
+rows = rows_of()
+found = []
+for options in ({}, {"balance": "normalised", "objective": "mopd", "aggregation": "turn_mean"}):
+    step = build(**options)
+    for split in (3, len(rows)):
+        report = step(rows[:split] if rank == 0 else rows[split:], shares=SHARES, step=0)
+        found.append(comparable(report))
+if rank == 0:
+    print("RESULT" + json.dumps(found))
+torch.distributed.barrier()
+"""
+
+
+def comparable(report):
+    game = report.metrics["domains"]["game"]
+    return [
+        report.loss,
+        report.metrics["gradient_norm"],
+        report.reverse_kl["game"],
+        report.reverse_kl["science"],
+        game["k1"],
+        game["effective_sample_size"],
+        game["mismatch_max"],
+        game["tokens"],
+        game["actions"],
+        *report.metrics["balance"].values(),
+    ]
+
+
+def test_two_ranks_give_one_process_numbers(tmp_path):
+    expected = []
+    for options in ({}, {"balance": "normalised", "objective": "mopd", "aggregation": "turn_mean"}):
+        step = build(**options)
+        for _ in range(2):
+            expected.append(comparable(step(rows_of(), shares=SHARES, step=0)))
+        step.learner.close()
+    out = run_python(RANKS, processes=2, SCRATCH=str(tmp_path))
+    found = json.loads(out[out.index("RESULT") + 6 :])
+    for mine, theirs in zip(expected, found, strict=True):
+        assert theirs == pytest.approx(mine, rel=5e-4, abs=1e-6)
