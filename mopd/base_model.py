@@ -8,12 +8,15 @@ and nowhere else.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import shutil
 from pathlib import Path
 
 import numpy as np
 
 from mopd.config import Config, ConfigError, learner_config
 from mopd.environments.demonstrations import read_transcripts
+from mopd.learner.checkpoint import own_folder
 from mopd.learner.model import TinyMoEConfig, new_tiny_moe, save_model
 from mopd.learner.supervised import SupervisedConfig, row_of_text, train_supervised
 from mopd.progress import Progress
@@ -57,14 +60,17 @@ def make_base(config: Config, transcripts: list[Path], out: Path) -> None:
     learner = dataclasses.replace(learner_config(options.optimizer, config, log_file=str(out) + ".deepspeed.log"),
                                   freeze_router=False)
     mixture = {name: domain.share for name, domain in config.domains.items()}
+    supervised = SupervisedConfig(steps=options.steps, batch_rows=options.rows_per_step, mixture=mixture,
+                                  token_budget=options.micro_batch_tokens, seed=config.seed, save_every=100, learner=learner)
+    text = hashlib.sha256(b"".join(row.trunk.tobytes() for row in rows)).hexdigest()
+    identity = [dataclasses.asdict(options), dataclasses.asdict(supervised), text]
     result = train_supervised(
-        model, rows, SupervisedConfig(steps=options.steps, batch_rows=options.rows_per_step, mixture=mixture,
-                                      token_budget=options.micro_batch_tokens, seed=config.seed, save_every=100,
-                                      learner=learner),
-        pad_id=tokenizer.pad_token_id, progress=lambda p: progress.update(p.step, f"loss {p.loss:.2f}"),
-        checkpoint_folder=Path(str(out) + ".checkpoints"))
+        model, rows, supervised, pad_id=tokenizer.pad_token_id,
+        progress=lambda p: progress.update(p.step, f"loss {p.loss:.2f}"),
+        checkpoint_folder=own_folder(f"{out}.checkpoints", identity))
     parameters = sum(p.numel() for p in model.parameters())
     save_model(model, out, tokenizer=tokenizer)
+    shutil.rmtree(f"{out}.checkpoints", ignore_errors=True)
     tokens = sum(len(row.trunk) for row in rows)
     print(f"result: {parameters / 1e6:.1f} M parameters, vocabulary {len(tokenizer)}, {len(rows)} episodes of "
           f"{tokens / len(rows):.0f} tokens" + (f" ({cut} cut at {options.max_positions})" if cut else "") +

@@ -30,8 +30,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON")]
 DEMO = Path(__file__).resolve().parent.parent / "configs" / "demo.yaml"
 
 
-class Failure(RuntimeError):
-    """Something the user can mend; shown without a traceback."""
+class WrongUsage(ValueError):
+    """An argument that does not fit; shown without a traceback."""
 
 
 def load(path: Path, overrides: list[str] | None):
@@ -155,7 +155,7 @@ def evaluate_command(config: ConfigPath, overrides: Overrides = None,
     for item in model or [f"student={loaded.student.model}"]:
         name, _, folder = item.partition("=")
         if not folder:
-            raise Failure(f"--model {item}: write NAME=FOLDER")
+            raise WrongUsage(f"--model {item}: write NAME=FOLDER")
         models[name] = folder
     for name in domain or []:
         need_domain(config, overrides, name)
@@ -167,9 +167,18 @@ def evaluate_command(config: ConfigPath, overrides: Overrides = None,
 @app.command()
 def check(config: ConfigPath, overrides: Overrides = None, as_json: Json = False):
     """Check a configuration with everything it names: models, tokenizers, teachers, store, environments."""
+    from mopd.config import ConfigError
+
+    try:
+        loaded = load(config, overrides)
+    except ConfigError as error:
+        if as_json:
+            print(json.dumps({"errors": error.errors, "warnings": [], "domains": {}, "teachers": {}}))
+            raise typer.Exit(2) from None
+        raise
     from mopd.check import check_launch, print_check
 
-    result = check_launch(load(config, overrides))
+    result = check_launch(loaded)
     if as_json:
         print(json.dumps(result))
     else:
@@ -184,7 +193,7 @@ def report(run: Annotated[Path, typer.Argument(help="A run's folder")], as_json:
     from mopd.report import build_results, print_results, write_report
 
     if not run.is_dir():
-        raise Failure(f"{run}: no such run folder")
+        raise WrongUsage(f"{run}: no such run folder")
     page = write_report(run)
     results = json.loads((run / "results.json").read_text()) if (run / "results.json").is_file() else build_results(run)
     if as_json:
@@ -239,44 +248,42 @@ def need_domain(path: Path, overrides: list[str] | None, name: str) -> str:
 
     domains = load_config(path, overrides or []).domains
     if name not in domains:
-        raise Failure(f"--domain {name or '(missing)'}: the config has the domains {', '.join(domains)}")
+        raise WrongUsage(f"--domain {name or '(missing)'}: the config has the domains {', '.join(domains)}")
     return name
 
 
 def main() -> None:
     """Entry point of the console script."""
-    if "MOPD_PROGRESS" in os.environ and sys.platform == "linux":
+    if "MOPD_PIPELINE" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with the pipeline that started this job
-    from mopd.config import ConfigError
-
+        if os.getppid() != int(os.environ["MOPD_PIPELINE"]):
+            sys.exit(1)  # it ended before this process could ask to be told
     try:
         code = app(standalone_mode=False)
     except typer.Exit as leaving:
         code = leaving.exit_code
-    except ConfigError as error:
-        console.print("[red]error:[/red] ", end="")
-        console.print(str(error), soft_wrap=True, markup=False)
-        code = 2
     except KeyboardInterrupt:
-        console.print("interrupted; the same command goes on from here")
         code = 130
     except Exception as error:
         code = _fail(error)
+    if code == 130:  # the command line library turns an interrupt into this status
+        console.print("interrupted; the same command goes on from here")
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def _fail(error: Exception) -> int:
-    """Show an expected error in one message; let an unexpected one keep its traceback. Returns the exit status."""
+    """Show an expected error in one message; let an unexpected one keep its traceback. Returns the exit status: 2 where
+    what was asked for cannot be (a value, a folder that is not there), 1 where the work failed."""
     show = getattr(error, "show", None)
     if callable(show):  # wrong usage, found by the command line library
         show()
         return 2
-    expected = isinstance(error, Failure) or type(error).__module__.split(".")[0] in ("mopd", "teachers", "prefix_store")
-    if not expected:
+    # As `python -m mopd.cli` this file is __main__.
+    if type(error).__module__.split(".")[0] not in ("mopd", "teachers", "prefix_store", "__main__"):
         raise error
     console.print("[red]error:[/red] ", end="")
     console.print(str(error), soft_wrap=True, markup=False)
-    return 1
+    return 2 if isinstance(error, ValueError | FileNotFoundError) else 1
 
 
 if __name__ == "__main__":

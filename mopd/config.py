@@ -19,7 +19,11 @@ from mopd.rows import STREAMS
 
 
 class ConfigError(ValueError):
-    """The configuration is wrong; the message lists every error with its key and what to do."""
+    """The configuration is wrong; the message lists every error with its key and what to do. `errors` are these alone."""
+
+    def __init__(self, message: str, errors: typing.Sequence[str] = ()):
+        super().__init__(message)
+        self.errors = list(errors) or [message]
 
 
 @dataclasses.dataclass
@@ -229,7 +233,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
         raise ConfigError(f"{path}: {_one_line(error)}") from error
     _walk(Config, plain, "", errors)
     if errors:
-        raise ConfigError(_message(path, errors))
+        raise ConfigError(_message(path, errors), errors)
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), raw)
         config = OmegaConf.to_object(merged)
@@ -237,7 +241,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
         raise ConfigError(f"{path}: {_one_line(error)}") from error
     errors = semantic_errors(config)
     if errors:
-        raise ConfigError(_message(path, errors))
+        raise ConfigError(_message(path, errors), errors)
     return config
 
 
@@ -277,6 +281,7 @@ def semantic_errors(config: Config) -> list[str]:
     for name in config.base.expert_shares:
         if name not in config.domains:
             errors.append(f"base.expert_shares.{name}: no such domain; there is {_names(config.domains)}")
+    errors += _base_errors(config.base)
     train = config.train
     for key in ("prefix_fraction", "teacher_prefix_share", "demonstration_fraction", "max_infra_failure_share"):
         if not 0 <= getattr(train, key) <= 1:
@@ -285,6 +290,12 @@ def semantic_errors(config: Config) -> list[str]:
                 "adaptive_patience"):
         if getattr(train, key) < 1:
             errors.append(f"train.{key}: must be at least 1")
+    if train.demonstration_fraction == 1:
+        errors.append("train.demonstration_fraction: 1 leaves nothing to the student's own samples; stay below 1, or train "
+                      "on stored turns alone with `mopd teacher sft --baseline`")
+    if train.balance == "fixed" and set(config.domains) - set(train.balance_weights):
+        missing = ", ".join(sorted(set(config.domains) - set(train.balance_weights)))
+        errors.append(f"train.balance_weights: train.balance=fixed needs a weight for every domain; missing: {missing}")
     if train.temperature <= 0:
         errors.append(f"train.temperature: {train.temperature} must be positive; greedy samples carry no density")
     _one_of(errors, "train.domain_schedule", train.domain_schedule, ("static", "adaptive"))
@@ -300,11 +311,26 @@ def semantic_errors(config: Config) -> list[str]:
     if config.deepspeed.zero_stage not in (0, 1, 2, 3):
         errors.append(f"deepspeed.zero_stage: {config.deepspeed.zero_stage} is not one of 0, 1, 2, 3")
     _one_of(errors, "deepspeed.dtype", config.deepspeed.dtype, ("float32", "bfloat16"))
-    if train.domain_schedule == "adaptive":
-        n = max(len(config.domains), 1)
+    n = len(config.domains)
+    if train.domain_schedule == "adaptive" and n > 1:  # the share of a single domain never moves
         if train.adaptive_minimum * n > 1 or train.adaptive_maximum * n < 1:
             errors.append(f"train.adaptive_minimum: {n} shares between {train.adaptive_minimum} and "
                           f"{train.adaptive_maximum} cannot add up to 1")
+    return errors
+
+
+def _base_errors(base: BaseConfig) -> list[str]:
+    errors = [f"base.{key}: must be at least 1" for key in ("hidden", "layers", "heads", "kv_heads", "experts",
+                                                            "experts_per_token", "expert_intermediate", "steps",
+                                                            "rows_per_step") if getattr(base, key) < 1]
+    if errors:
+        return errors
+    if base.hidden % (2 * base.heads):
+        errors.append(f"base.hidden: {base.hidden} is not a multiple of 2 × base.heads = {2 * base.heads}")
+    if base.heads % base.kv_heads:
+        errors.append(f"base.heads: {base.heads} is not a multiple of base.kv_heads = {base.kv_heads}")
+    if base.experts_per_token > base.experts:
+        errors.append(f"base.experts_per_token: {base.experts_per_token} is more than base.experts = {base.experts}")
     return errors
 
 

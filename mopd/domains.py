@@ -52,17 +52,35 @@ class Domain:
             return list(tasks)
         return [tasks[i * len(tasks) // count] for i in range(count)]
 
+    def probe(self) -> None:
+        """Start what an environment needs (a Java process), which is when some wrong options show: ValueError."""
+        self.family.create().close()
+
     def close(self) -> None:
         self.pool.close()
         self.family.close()
 
 
+def open_domain(config: Config, name: str) -> Domain:
+    """Build one domain, ready to play; raises ConfigError where its environment or an option of it is wrong."""
+    domain = None
+    try:
+        domain = Domain(name, config.domains[name])
+        domain.probe()
+        return domain
+    except (ValueError, ImportError) as error:
+        if domain is not None:
+            domain.close()
+        raise ConfigError(f"domains.{name}.environment: {error}") from error
+
+
 def open_domains(config: Config, names: Sequence[str] | None = None) -> dict[str, Domain]:
-    """Build the named domains (all by default); those already built are closed again when one fails."""
+    """Build the named domains (all by default). Raises ConfigError naming the domain whose environment cannot be built;
+    those already built are closed again."""
     built: dict[str, Domain] = {}
     try:
         for name in names or config.domains:
-            built[name] = Domain(name, config.domains[name])
+            built[name] = open_domain(config, name)
     except BaseException:
         close_domains(built)
         raise
@@ -79,7 +97,7 @@ def demonstrate_domain(config: Config, name: str, out: Path) -> None:
 
     Prints what was kept and why the rest was not. Raises ConfigError when the expert solved nothing.
     """
-    domain = Domain(name, config.domains[name])
+    domain = open_domain(config, name)
     try:
         players = (("expert", domain.config.demonstrations, 0.0, "success"),
                    ("novice", domain.config.novice_episodes, config.novice.random_share, "all"))
@@ -98,7 +116,8 @@ def demonstrate_domain(config: Config, name: str, out: Path) -> None:
                 domain.family, name, tasks, seed=stable_seed(config.seed, name, player), random_share=random_share,
                 max_turns=domain.config.max_turns, keep=keep, workers=domain.config.workers, source_id=f"{name}-{player}",
                 progress=lambda done, _, base=before, who=player: progress.update(base + done, who))
-            transcripts += played.transcripts
+            # What the rollouts will be told, not the environment's own words.
+            transcripts += [t | {"system": domain.harness.system_prompt} for t in played.transcripts]
             others = {k: v for k, v in played.counts.items() if k != "kept"}
             said.append(f"{player}: {played.counts.get('kept', 0)} of {count} episodes kept" +
                         "".join(f", {v} {k} (e.g. {played.examples[k]})" for k, v in others.items()))
@@ -126,10 +145,9 @@ def import_demonstrations(config: Config, files: list[Path], domain: str | None,
         if not path.is_file():
             raise ConfigError(f"--file {path}: no such file")
     renderer = ChatRenderer(load_tokenizer(config.student.model))
-    there = Path(config.store).exists()
     limits = {name: part.max_context_tokens for name, part in config.domains.items()}
-    with PrefixStore.open(config.store, "a" if there else "w") as store:
-        if there and len(store):
+    with PrefixStore.open(config.store, "a") as store:
+        if len(store):
             check_fingerprint(store, renderer.fingerprint())
         taken = 0
         for path in files:

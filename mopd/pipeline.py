@@ -1,15 +1,17 @@
 """Runs a set of jobs that depend on one another, several at a time, and goes on where an earlier run stopped.
 
 A job is a command of this package in a process of its own; it knows nothing about models. What a job made is kept as
-long as its command, the parts of the config that it reads and everything it depends on are the same.
+long as the parts of the config that it reads and everything it depends on are the same.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from mopd.progress import human_seconds
 
@@ -29,9 +32,16 @@ class JobFailed(RuntimeError):
 
 @dataclasses.dataclass
 class Job:
-    """One command. `text` says in plain words what it does, `seconds` is a guess of its duration on two quiet cores,
-    `reads` are the parts of the config that its result depends on, `outputs` the paths that exist when it is done.
-    An `exclusive` job runs alone with all cores."""
+    """One command.
+
+    text       what it does, in plain words
+    arguments  of the command line
+    outputs    paths that exist when it is done; what lies there inside the run's folder is removed before it starts
+    needs      names of the jobs whose results it takes
+    seconds    a guess of its duration on two quiet cores
+    reads      everything else that its result depends on, as JSON values; None: its arguments
+    exclusive  it runs alone with all cores
+    """
 
     name: str
     text: str
@@ -44,10 +54,11 @@ class Job:
 
 
 class Pipeline:
-    """Runs `jobs` in the folder `run`. Records, logs and progress files are in `run/jobs`."""
+    """Runs `jobs` in the folder `run`, as the only pipeline there. Records, logs and progress files are in `run/jobs`."""
 
     def __init__(self, run: Path, jobs: list[Job], *, slots: int | None = None, console: Console | None = None):
-        self.folder = Path(run) / "jobs"
+        self.run_folder = Path(run)
+        self.folder = self.run_folder / "jobs"
         self.folder.mkdir(parents=True, exist_ok=True)
         self.jobs = {job.name: job for job in jobs}
         if len(self.jobs) != len(jobs):
@@ -60,9 +71,10 @@ class Pipeline:
             missing = [n for n in job.needs if n not in self.keys]
             if missing:
                 raise ValueError(f"job {job.name} needs {missing}, which must stand before it")
-            content = [job.arguments, job.reads, [self.keys[n] for n in job.needs]]
+            content = [job.name, job.arguments if job.reads is None else job.reads, [self.keys[n] for n in job.needs]]
             self.keys[job.name] = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
         self.seconds: dict[str, float] = {}
+        self.spans: dict[str, tuple[float, float]] = {}  # when each job ran, by the clock on the wall
         self.pace = 1.0  # how much longer jobs take here than guessed
 
     def finished(self, job: Job) -> bool:
@@ -77,22 +89,41 @@ class Pipeline:
         if content.get("key") != self.keys[job.name] or not all(p.exists() for p in job.outputs):
             return False
         self.seconds[job.name] = float(content["seconds"])
+        self.spans[job.name] = tuple(content.get("span", (0.0, self.seconds[job.name])))
         return True
+
+    @property
+    def wall_seconds(self) -> float:
+        """Seconds in which at least one of the finished jobs ran, whether in this call or in the one that made it."""
+        total, until = 0.0, 0.0
+        for start, end in sorted(self.spans.values()):
+            total += max(end - max(start, until), 0.0)
+            until = max(until, end)
+        return total
 
     def run(self, on_done: Callable[[Job], None] | None = None) -> dict[str, float]:
         """Run what is not done yet; returns the seconds that each job took (now or when it was made).
 
-        Raises JobFailed after the jobs beside a failed one were ended. SIGINT and SIGTERM end the running jobs and keep
-        what is finished.
+        Raises JobFailed after the jobs beside a failed one were ended, or when another pipeline runs in this folder.
+        SIGINT and SIGTERM end the running jobs and keep what is finished.
         """
+        with open(self.folder / ".lock", "a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise JobFailed(f"another process is at work in {self.run_folder}; wait for it, or give this one a folder "
+                                "of its own with run=FOLDER") from None
+            return self._run(on_done)
+
+    def _run(self, on_done: Callable[[Job], None] | None) -> dict[str, float]:
         done = {name for name, job in self.jobs.items() if self.finished(job)}
         # A job whose input is made anew must run again even if its own record is still there.
         for name, job in self.jobs.items():
             if name in done and any(n not in done for n in job.needs):
                 done.discard(name)
-                self.seconds.pop(name, None)
+                del self.seconds[name], self.spans[name]
         if done:
-            self.console.print(f"{len(done)} of {len(self.jobs)} stages are already there and are reused.")
+            self._say(f"{len(done)} of {len(self.jobs)} stages are already there and are reused.")
         running: dict[str, tuple[subprocess.Popen, float]] = {}
         shown: dict[str, float] = {}
         previous = signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
@@ -105,49 +136,57 @@ class Pipeline:
                     if alone or len(running) >= self.slots or (job.exclusive and running):
                         break  # in order, so that an exclusive job gets its turn
                     number = len(done) + len(running) + 1
-                    self.console.print(f"[bold]\\[{number}/{len(self.jobs)}][/bold] {job.text} "
-                                       f"[dim](about {human_seconds(job.seconds * self.pace)}; all that is left: about "
-                                       f"{human_seconds(self.left(done, running))})[/dim]")
-                    running[name] = (self._start(job), time.monotonic())
+                    self._say(f"[bold]\\[{number}/{len(self.jobs)}][/bold] {escape(job.text)} "
+                              f"[dim](about {human_seconds(job.seconds * self.pace)}; all that is left: about "
+                              f"{human_seconds(self.left(done, running))})[/dim]")
+                    running[name] = (self._start(job), time.time())
                 time.sleep(0.1)
                 for name in list(running):
                     process, start = running[name]
                     code = process.poll()
-                    self._show(name, running, shown, done)
+                    self._show(running, shown, done)
                     if code is None:
                         continue
                     del running[name]
-                    took = time.monotonic() - start
-                    job = self.jobs[name]
-                    if code != 0:
-                        raise JobFailed(self._last_words(job, code))
-                    missing = [str(p) for p in job.outputs if not p.exists()]
-                    if missing:
-                        raise JobFailed(f"{job.name} ended well but left no {missing}; see {self._log(job)}")
-                    self.seconds[name] = took
-                    record = self.folder / f"{name}.json"
-                    temporary = record.with_suffix(".tmp")
-                    temporary.write_text(json.dumps({"key": self.keys[name], "seconds": took}))
-                    temporary.replace(record)
+                    self._finish(self.jobs[name], code, start, time.time())
                     done.add(name)
-                    guessed = sum(self.jobs[n].seconds for n in self.seconds)
-                    self.pace = min(max(sum(self.seconds.values()) / guessed, 0.3), 5.0) if guessed else 1.0
-                    said = self._said(job)
-                    self.console.print(f"      {job.name} done in {human_seconds(took)}" + (f": {said}" if said else ""))
                     if on_done:
-                        on_done(job)
+                        on_done(self.jobs[name])
         finally:
             signal.signal(signal.SIGTERM, previous)
             for process, _ in running.values():
                 _end(process)
         return dict(self.seconds)
 
+    def _finish(self, job: Job, code: int, start: float, end: float) -> None:
+        """Record a job that ended; raises JobFailed where it did not do what it should."""
+        if code != 0:
+            raise JobFailed(self._last_words(job, code))
+        missing = [str(p) for p in job.outputs if not p.exists()]
+        if missing:
+            raise JobFailed(f"{job.name} ended well but left no {missing}; see {self._log(job)}")
+        self.seconds[job.name], self.spans[job.name] = end - start, (start, end)
+        record = self.folder / f"{job.name}.json"
+        temporary = record.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"key": self.keys[job.name], "seconds": end - start, "span": [start, end]}))
+        temporary.replace(record)
+        guessed = sum(self.jobs[n].seconds for n in self.seconds)
+        self.pace = min(max(sum(self.seconds.values()) / guessed, 0.3), 5.0) if guessed else 1.0
+        said = self._said(job)
+        self._say(f"      {job.name} done in {human_seconds(end - start)}" + (f": {escape(said[0])}" if said else ""))
+        for line in said[1:]:
+            self._say(f"        {escape(line)}")
+
+    def _say(self, text: str) -> None:
+        # In a log every message is one line, however narrow it thinks its reader is.
+        self.console.print(text, soft_wrap=not self.console.is_terminal)
+
     def left(self, done: set[str], running: dict[str, tuple[subprocess.Popen, float]]) -> float:
         """Seconds until all jobs are done, by playing the schedule through with the guessed durations."""
         clock, finished = 0.0, set(done)
         ends = {}
         for name, (_, start) in running.items():
-            ends[name] = max(self.jobs[name].seconds * self.pace - (time.monotonic() - start), 1.0)
+            ends[name] = max(self.jobs[name].seconds * self.pace - (time.time() - start), 1.0)
         while len(finished) < len(self.jobs):
             for name, job in self.jobs.items():
                 if name in finished or name in ends or any(n not in finished for n in job.needs):
@@ -163,9 +202,19 @@ class Pipeline:
     def _start(self, job: Job) -> subprocess.Popen:
         threads = self.cores if job.exclusive else max(1, self.cores // self.slots)
         environment = dict(os.environ, MOPD_PROGRESS=str(self.folder / f"{job.name}.progress"),
-                           OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads), PYTHONUNBUFFERED="1",
-                           PYTHONWARNINGS="ignore")
+                           MOPD_PIPELINE=str(os.getpid()),
+                           OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE",
+                           PYTHONUNBUFFERED="1", PYTHONWARNINGS="ignore")
         Path(environment["MOPD_PROGRESS"]).unlink(missing_ok=True)
+        (self.folder / f"{job.name}.json").unlink(missing_ok=True)
+        for output in job.outputs:
+            # What an earlier config left would be taken for this one's, or be added to. Other folders are the user's.
+            if not output.resolve().is_relative_to(self.run_folder.resolve()):
+                continue
+            if output.is_dir():
+                shutil.rmtree(output)
+            else:
+                output.unlink(missing_ok=True)
         with open(self._log(job), "w") as log:
             return subprocess.Popen([sys.executable, "-m", "mopd.cli", *job.arguments], stdout=log,
                                     stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment,
@@ -179,12 +228,12 @@ class Pipeline:
         words = "\n".join(f"    {line}" for line in lines[-15:])
         return f"{job.name} failed (exit status {code}). Its last words, from {self._log(job)}:\n{words}"
 
-    def _said(self, job: Job) -> str:
-        """The last line that a job printed with `result: `, shown to the user."""
-        lines = [line for line in self._log(job).read_text(errors="replace").splitlines() if line.startswith("result: ")]
-        return lines[-1][len("result: "):] if lines else ""
+    def _said(self, job: Job) -> list[str]:
+        """What a job printed in lines that begin with `result: `, shown to the user."""
+        lines = self._log(job).read_text(errors="replace").splitlines()
+        return [line.removeprefix("result: ") for line in lines if line.startswith("result: ")]
 
-    def _show(self, name: str, running: dict, shown: dict[str, float], done: set[str]) -> None:
+    def _show(self, running: dict, shown: dict[str, float], done: set[str]) -> None:
         now = time.monotonic()
         every = 1.0 if self.console.is_terminal else 30.0
         if now - shown.get("", 0.0) < every:
@@ -205,7 +254,7 @@ class Pipeline:
             self.console.file.write(f"\r\033[K{line[: self.console.width - 1]}\r")
             self.console.file.flush()
         else:
-            self.console.print(f"      {line}", markup=False)
+            self.console.print(f"      {line}", markup=False, soft_wrap=True)
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mopd.check import Launch, open_launch
 from mopd.config import Config, learner_config, stream_shares, to_dict
-from mopd.learner.checkpoint import latest, load_checkpoint, save_checkpoint
+from mopd.learner.checkpoint import latest, load_checkpoint, own_folder, save_checkpoint
 from mopd.learner.engine import Learner
 from mopd.learner.model import load_model, save_model
 from mopd.learner.step import LearnerStep, StepConfig
@@ -38,15 +38,15 @@ def train(config: Config, *, resume: bool = True) -> Path:
     """
     launch = open_launch(config)
     folder = Path(config.run) / "students" / config.train.name / f"seed-{config.seed}"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(to_dict(config), indent=1))
-    (folder / "manifest.json").write_text(json.dumps(launch.manifest, indent=1))
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(to_dict(config), indent=1))
+        (folder / "manifest.json").write_text(json.dumps(launch.manifest, indent=1))
+        checkpoints = own_folder(folder / "checkpoints", identity(config, launch), resume=resume)
         learner, trainer = build_learner(config, launch, folder)
         engine = HFEngine(learner.model, max_batch=config.train.sampling_batch)
         streams, schedule = build_streams(config, launch, engine), Schedule(config)
-        found = latest(folder / "checkpoints") if resume else None
-        if found:
+        if found := latest(checkpoints):
             state = load_checkpoint(learner, found)
             schedule.load_state_dict(state["schedule"])
             streams.load_state_dict(state["streams"])
@@ -69,12 +69,18 @@ def train(config: Config, *, resume: bool = True) -> Path:
                 plan = following
                 progress.update(learner.step, f"loss {report.loss:.3f}")
                 if learner.step % config.train.checkpoint_every == 0 and learner.step < config.train.steps:
-                    save_checkpoint(learner, folder / "checkpoints", {
+                    save_checkpoint(learner, checkpoints, {
                         "schedule": schedule.state_dict(), "streams": streams.state_dict(), "plan": plan.to_json(),
                     }, keep=config.train.keep_checkpoints)
         return finish(config, launch, folder, learner, streams, plan)
     finally:
         launch.close()
+
+
+def identity(config: Config, launch: Launch) -> list:
+    """Everything that a run's result depends on: a checkpoint of another one is not gone on from."""
+    parts = ("seed", "domains", "student", "selection", "train", "deepspeed")
+    return [{name: value for name, value in to_dict(config).items() if name in parts}, launch.manifest]
 
 
 def build_learner(config: Config, launch: Launch, folder: Path) -> tuple[Learner, LearnerStep]:
@@ -118,11 +124,11 @@ def finish(config: Config, launch: Launch, folder: Path, learner: Learner, strea
     """Prove that router and teachers stayed as they were; write the student and a few scored episodes."""
     learner.check_routers()
     launch.registry.check_unchanged()
-    pages = scored_episodes(streams, plan, learner.model, launch)
-    (folder / "episodes.json").write_text(json.dumps(pages))
     model = save_model(learner.model, folder / "model", tokenizer=launch.tokenizer,
                        manifest={**launch.manifest, "steps": learner.step, "router_hash": learner.router_hash})
+    summary = streams.summary()
+    (folder / "episodes.json").write_text(json.dumps(scored_episodes(streams, plan, learner.model, launch)))
     learner.close()
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # a second run of the same name starts anew
-    print(f"result: {config.train.name} (seed {config.seed}): {config.train.steps} steps; {streams.summary()}")
+    print(f"result: {config.train.name} (seed {config.seed}): {config.train.steps} steps; {summary}")
     return model

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from mopd.config import stream_shares
 from mopd.learner.packing import pack
 from mopd.losses.objectives import label_logprob
 from mopd.rows import STREAMS
@@ -53,8 +54,10 @@ def step_record(plan: Plan, samples: StepSamples, report, notes: list[str], wall
 
 
 def scored_episodes(streams: Streams, plan: Plan, model: torch.nn.Module, launch) -> list[dict[str, Any]]:
-    """A few episodes of the finished student, every action token with the student's and the teacher's log-probability."""
-    counts = {name: {"rollout": EPISODES_PER_DOMAIN} for name in plan.counts}
+    """A few episodes of the finished student, every action token with the student's and the teacher's log-probability.
+    Only in domains whose recipe plays: a run on stored prefixes alone needs no environment, not even here."""
+    counts = {name: {"rollout": EPISODES_PER_DOMAIN} for name in plan.counts
+              if stream_shares(launch.config, name)["rollout"] > 0}
     samples = streams.sample(Plan(plan.step, counts, plan.shares))
     scorers = launch.registry.scorers()
     tokenizer = launch.tokenizer

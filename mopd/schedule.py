@@ -8,6 +8,7 @@ keeps every plan a function of (config, seed, step).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from mopd.config import Config, stream_shares
@@ -53,12 +54,15 @@ class Schedule:
         return Plan(composed.step, counts, shares)
 
     def observe(self, reverse_kl: Mapping[str, float]) -> list[str]:
-        """Take a step's mean reverse KL per token by domain (absent where a domain had no tokens) and move adaptive
-        shares; returns sentences for the log."""
+        """Take a step's mean reverse KL per token by domain (absent or not finite where there is none, as with an
+        objective that reports no such number) and move adaptive shares; returns sentences for the log."""
         if not self.adaptive:
             return []
+        known = {domain: value for domain, value in reverse_kl.items() if math.isfinite(value)}
         # The mean of an estimate can dip below zero where student and teacher agree.
-        return self.shares.update({domain: max(value, 0.0) for domain, value in reverse_kl.items()})[1]
+        notes = self.shares.update({domain: max(value, 0.0) for domain, value in known.items()})[1]
+        return notes + [f"domain {domain}: no finite reverse KL this step, so its share does not follow it"
+                        for domain in reverse_kl if domain not in known]
 
     def state_dict(self) -> dict:
         """Everything that the following plans depend on, as JSON values."""

@@ -441,6 +441,7 @@ class PrefixStore:
             "decision_points": len(points),
             "tokens": totals(self._manifest)["tokens"],
             "segments": len(self._manifest["segments"]),
+            "segment_names": [entry["name"] for entry in self._manifest["segments"]],
             "bytes": size,
             "domains": domains,
             "fingerprints": [vars(fp) for fp in self.fingerprints()],

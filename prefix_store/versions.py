@@ -20,12 +20,16 @@ _EMPTY = {"version": "", "number": 0, "message": "", "committed_at": "", "segmen
 
 
 def version_numbers(path: pathlib.Path) -> list[int]:
+    """The numbers of a store's versions, ascending."""
     matches = (_VERSION_FILE.fullmatch(name) for name in os.listdir(path / "versions"))
     return sorted(int(match[1]) for match in matches if match)
 
 
 def read_version(path: pathlib.Path, version: str | int | None) -> dict[str, Any]:
-    """The manifest of a version; None means the newest, and an empty manifest where nothing was committed yet."""
+    """The manifest of a version; None means the newest, and an empty manifest where nothing was committed yet.
+
+    Raises ValueError for a version that is not there, DamagedData for one that fails its checksum.
+    """
     numbers = version_numbers(path)
     if version is None:
         if not numbers:
@@ -44,7 +48,10 @@ def read_version(path: pathlib.Path, version: str | int | None) -> dict[str, Any
     except (ValueError, KeyError, TypeError):
         sound = False
     if not sound:
-        raise DamagedData(f"{file} fails its checksum; open another version of the store: {path} has {len(numbers)}")
+        raise DamagedData(
+            f"{file} fails its checksum; open another of the store's {len(numbers)} versions by its name, or, if this "
+            "is the newest, move the file away to go on from the one before it"
+        )
     return manifest
 
 
@@ -54,6 +61,7 @@ def _manifest_digest(manifest: dict[str, Any]) -> str:
 
 
 def next_manifest(base: dict[str, Any], added: list[Entry], message: str) -> dict[str, Any]:
+    """The manifest of the version after `base`, with `added` segments behind those of `base`."""
     number = base["number"] + 1
     manifest = {
         "layout": LAYOUT,
@@ -67,6 +75,7 @@ def next_manifest(base: dict[str, Any], added: list[Entry], message: str) -> dic
 
 
 def totals(manifest: dict[str, Any]) -> dict[str, int]:
+    """What the version's segments hold together."""
     return {
         "sequences": sum(entry["sequences"] for entry in manifest["segments"]),
         "decision_points": sum(entry["points"] for entry in manifest["segments"]),
@@ -79,7 +88,9 @@ def aside_folders(path: pathlib.Path) -> tuple[list[str], list[str]]:
     leftovers, writers = [], []
     for name in sorted(os.listdir(path / "tmp")):
         match = re.fullmatch(r"(?P<host>.+)\.(?P<pid>\d+)\.[0-9a-f]+", name)
-        gone = match and match["host"] in (socket.gethostname(), "zarr.json") and not _alive(int(match["pid"]))
+        # a store being made writes its marker aside before it has a folder of its own
+        here = match and match["host"] in (socket.gethostname(), "zarr.json")
+        gone = here and not _alive(int(match["pid"]))
         (leftovers if gone else writers).append(name)
     return leftovers, writers
 
@@ -95,5 +106,6 @@ def _alive(pid: int) -> bool:
 
 
 def unreferenced(path: pathlib.Path) -> list[str]:
+    """Names of published segments that no version names. Raises DamagedData if a version cannot be read."""
     named = {e["name"] for number in version_numbers(path) for e in read_version(path, number)["segments"]}
     return sorted(name for name in os.listdir(path / "segments") if name not in named and name != "zarr.json")

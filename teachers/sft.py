@@ -7,16 +7,20 @@ manifest.json that says what it was made from.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from mopd.config import Config, ConfigError, learner_config
+from mopd.learner.checkpoint import own_folder
 from mopd.learner.model import check_model_source, load_model, save_model
 from mopd.learner.moe import router_hash
+from mopd.learner.supervised import Progress as Step
 from mopd.learner.supervised import SupervisedConfig, SupervisedResult, rows_of_sequence, train_supervised
+from mopd.metrics import MetricsLog
 from mopd.progress import Progress
 from mopd.rows import Row
 from mopd.sampling.rendering import ChatRenderer, load_tokenizer
@@ -47,7 +51,8 @@ def demonstration_rows(store: PrefixStore, domain: str, *, max_tokens: int | Non
 
 def sft_teacher(*, base: str | Path, rows: Sequence[Row], out: str | Path, config: SupervisedConfig,
                 name: str, provenance: dict[str, Any] | None = None, trust_remote_code: bool = False,
-                progress=None, checkpoint_folder: str | Path | None = None) -> SupervisedResult:
+                progress: Callable[[Step], None] | None = None,
+                checkpoint_folder: str | Path | None = None) -> SupervisedResult:
     """Train the model in `base` on `rows` and write it to `out` with base's tokenizer and a manifest.
 
     The router stays as it is in `base` when `config.learner.freeze_router` is set (the default); the manifest holds
@@ -73,7 +78,8 @@ def sft_teacher(*, base: str | Path, rows: Sequence[Row], out: str | Path, confi
 
 def run_sft(config: Config, domains: Sequence[str], out: str | Path, *, baseline: bool = False) -> SupervisedResult:
     """`mopd teacher sft`: train on the stored demonstrations of `domains` with config section `sft` (and
-    `sft_domains.NAME`), or `off_policy` for the baseline. Several domains are mixed by their shares."""
+    `sft_domains.NAME`), or `off_policy` for the baseline. Several domains are mixed by their shares. Beside the baseline's
+    folder a metrics.jsonl is written, as an MOPD² run writes one, so that their costs can be compared."""
     unknown = [d for d in domains if d not in config.domains]
     if unknown:
         raise ConfigError(f"unknown domain {', '.join(unknown)}; the config has {', '.join(config.domains)}")
@@ -99,16 +105,52 @@ def run_sft(config: Config, domains: Sequence[str], out: str | Path, *, baseline
         save_every=options.checkpoint_every,
         learner=learner_config(options.optimizer, config, log_file=f"{out}.deepspeed.log"))
     bar = Progress(label, options.steps)
-    result = sft_teacher(base=base, rows=rows, out=out, config=supervised, name=label,
-                         provenance={"store_version": version}, trust_remote_code=config.student.trust_remote_code,
-                         progress=lambda p: bar.update(p.step, f"loss {p.loss:.3f}"),
-                         checkpoint_folder=Path(f"{out}.checkpoints"))
+    log = _StepLog(out.parent / "metrics.jsonl") if baseline else None
+
+    def progress(step: Step) -> None:
+        bar.update(step.step, f"loss {step.loss:.3f}")
+        if log is not None:
+            log(step)
+
+    trained_on = hashlib.sha256()
+    for row in rows:
+        trained_on.update(row.trunk.tobytes())
+    identity = [dataclasses.asdict(supervised), model_revision(base), trained_on.hexdigest()]
+    try:
+        result = sft_teacher(base=base, rows=rows, out=out, config=supervised, name=label,
+                             provenance={"store_version": version}, trust_remote_code=config.student.trust_remote_code,
+                             progress=progress, checkpoint_folder=own_folder(f"{out}.checkpoints", identity))
+    finally:
+        if log is not None:
+            log.close()
     # A second call with the same config must train anew, so nothing to resume from is left behind.
     shutil.rmtree(Path(f"{out}.checkpoints"), ignore_errors=True)
     print(f"result: {label}: {len(rows)} demonstrations, {result.steps} steps, "
           f"{result.tokens / max(result.seconds, 1e-9):.0f} tokens/s"
           + (f", loss {result.losses[0]:.3f} → {result.losses[-1]:.3f}" if result.losses else ""))
     return result
+
+
+class _StepLog:
+    """The metrics file of a supervised run, under the names that a report reads; a resumed run goes on in it."""
+
+    def __init__(self, path: Path):
+        self.path, self.log = path, None
+
+    def __call__(self, step: Step) -> None:
+        report = step.report
+        if self.log is None:
+            self.log = MetricsLog(self.path, first_step=report.step)
+        self.log.write({
+            "step": report.step, "loss": report.loss, "gradient_norm": report.gradient_norm,
+            "learning_rate": report.learning_rate,
+            "seconds": {"training": report.seconds, "sampling": 0.0, "scoring": 0.0, "environments": 0.0,
+                        "total": report.seconds},
+            "tokens": {"sampled": 0, "trained": report.loss_tokens, "computed": report.tokens}, "environment_steps": 0})
+
+    def close(self) -> None:
+        if self.log is not None:
+            self.log.close()
 
 
 def _pad_id(tokenizer) -> int:

@@ -97,7 +97,7 @@ class BabyAIEnvironment:
         return self._observe(raw["image"], success=reward > 0, done=terminated or truncated)
 
     def expert_action(self) -> str | None:
-        """BabyAIBot's next action; it replans after whatever was played before."""
+        """BabyAIBot's next action; it replans after the last action. Ask before every step, or not at all."""
         if self._bot is None:
             return None
         try:

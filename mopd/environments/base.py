@@ -23,7 +23,7 @@ class EnvironmentFailure(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One playable task. `name` groups tasks of a kind (`coin`, `find-plant`, a BabyAI level); `seed` picks the instance
+    """One playable task. `name` groups tasks of a kind (`coin`, `find-plant`, a BabyAI level); `seed` picks the one
     (seed or variation number); the pair with `split` is unique in a family and enough to restore the same start."""
 
     name: str
@@ -33,7 +33,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """What a player sees. `text` is what the model reads; after reset it is the first view and `instruction` the task in
+    """What a player sees. `text` is what the model reads; after reset it is the first view, `instruction` the task in
     words. `score` in [0, 1] is the task's progress so far, `success` its completion; `admissible` is None where the
     environment cannot list actions. `malformed` says that the last action was not understood (a model failure)."""
 

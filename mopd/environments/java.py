@@ -73,8 +73,10 @@ class JavaMachine:
         self.generation = 0
         self._classpath = classpath
         self._timeout_s = timeout_s
-        self._options = ("-XX:+UseSerialGC", "-Xshare:auto", f"-Xmx{heap_mb}m", *options)
-        self._start_lock = threading.Lock()
+        # A heap that is too small must end the process with a word: the serial collector would crawl on for ever.
+        self._options = ("-XX:+UseParallelGC", "-XX:ParallelGCThreads=1", "-XX:+UseGCOverheadLimit",
+                         "-XX:+ExitOnOutOfMemoryError", "-Xshare:auto", f"-Xmx{heap_mb}m", *options)
+        self._start_lock = threading.RLock()
         self._process: subprocess.Popen | None = None
         self._gateway: Any = None
         self._errors: Any = None
@@ -134,6 +136,7 @@ class JavaMachine:
     def _ensure(self) -> tuple[Any, int]:
         with self._start_lock:
             if not self.running:
+                self._stop(self.generation)
                 self._start()
             return self._gateway, self.generation
 

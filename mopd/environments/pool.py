@@ -100,6 +100,11 @@ class EnvironmentPool:
         self._closed = False
         self._executor = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix=f"{family.name}-reset")
 
+    @property
+    def size(self) -> int:
+        """How many environments it is made for at a time; who plays more at once pays for new ones in time and memory."""
+        return self._size
+
     def prefetch(self, tasks: Iterable[Task], *, expert: bool = False) -> None:
         """Have these tasks reset in the background, in this order, as room permits. Tasks may repeat."""
         with self._lock:

@@ -33,7 +33,9 @@ def make_family(name: str, options: Mapping[str, Any] | None = None) -> Environm
     """
     factory = _factory(name)
     options = {str(key): value for key, value in dict(options or {}).items()}
-    parameters = inspect.signature(factory).parameters
+    if not callable(factory):
+        raise EnvironmentConfigError(f"environment {name!r} is a {type(factory).__name__}, not something to call")
+    parameters = _parameters(factory)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         known = [p.name for p in parameters.values() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
         for key in options:
@@ -55,6 +57,13 @@ def make_family(name: str, options: Mapping[str, Any] | None = None) -> Environm
             "system_prompt, tasks, create, close (see mopd.environments.base.EnvironmentFamily)"
         )
     return family
+
+
+def _parameters(factory: Any) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(factory).parameters
+    except ValueError:  # some built-in types tell nothing about their arguments
+        return inspect.signature(lambda **options: options).parameters
 
 
 def _factory(name: str) -> Any:

@@ -13,14 +13,21 @@ from collections.abc import Sequence
 from mopd.environments import scienceworld_view as view
 from mopd.environments.base import SPLITS, EnvironmentFailure, Observation, Task
 from mopd.environments.java import JavaMachine, JavaObject
-from mopd.environments.scienceworld_experts import HOUSE, PROVEN, PathPlayer, Player, clean_path, scripted_player
+from mopd.environments.scienceworld_experts import (
+    HOUSE,
+    PROVEN,
+    UNKNOWN,
+    PathPlayer,
+    Player,
+    clean_path,
+    scripted_player,
+)
 
 ENTRY = "scienceworld.runtime.pythonapi.PythonInterface"
 RANDOM = "scala.util.Random$.MODULE$"
 COUNTER = "util.UniqueIdentifier$.MODULE$"
 DEFAULT_TASKS = ("find-living-thing", "find-plant", "find-non-living-thing")
 SPLIT_METHODS = {"train": "getVariationsTrain", "development": "getVariationsDev", "test": "getVariationsTest"}
-UNKNOWN = ("No known action matches that input.", "Unknown action.")
 EXPERT_TURNS = 80
 CHOICES = 8
 
@@ -35,6 +42,7 @@ class ScienceWorldFamily:
     expert          "teleport" or "walk" (scripted players, by how they move) or "gold" (the cleaned gold paths)
     processes       Java processes to spread environments over; one plays about a hundred steps a second
     timeout_s       seconds after which a call into Java counts as hung
+    heap_mb         Java heap per process; a live environment takes tens of megabytes
 
     The simulator keeps one random generator and one counter of object numbers for all environments of a process, and
     iterates over sets of objects in the order of their memory identity. Here each environment gets its own random seed
@@ -51,7 +59,7 @@ class ScienceWorldFamily:
         look_on_move: bool = True,
         expert: str = "teleport",
         processes: int = 1,
-        timeout_s: float = 120.0,
+        timeout_s: float = 120.0, heap_mb: int = 3072,
     ):
         from scienceworld.constants import ID2TASK, JAR_PATH
 
@@ -80,7 +88,8 @@ class ScienceWorldFamily:
         )
         self._machines = [
             JavaMachine(
-                self.name, JAR_PATH, timeout_s=timeout_s, options=("-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2")
+                self.name, JAR_PATH, timeout_s=timeout_s, heap_mb=heap_mb,
+                options=("-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2"),
             )
             for _ in range(processes)
         ]

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from mopd.environments.scienceworld_view import Room, parse_room
 
+UNKNOWN = ("No known action matches that input.", "Unknown action.")
 # The house is the same in all tasks.
 HOUSE = {
     "hallway": ("art studio", "bedroom", "greenhouse", "kitchen", "living room", "workshop"),
@@ -71,7 +72,8 @@ class _Traveller:
         self.last = ""
 
     def saw(self, action: str, answer: str, look: str) -> None:
-        self.last = action
+        # After a question of the simulator ("Ambiguous request") it takes no other action: that one may be said again.
+        self.last = "" if answer.startswith(UNKNOWN) else action
         self.room = parse_room(look) or self.room
 
     def travel(self, goal: str) -> str | None:
@@ -112,6 +114,7 @@ class FindPlayer(_Traveller):
             self.thing = action.removeprefix("focus on ")
             pots = [pot for pot, inside in self._pots() if inside == self.thing]
             self.carrier = pots[0] if pots else self.thing
+            self.source, self.holding = (self.room.name if self.room else self.source), False
         if self.carrier and action == f"pick up {self.carrier}" and "to the inventory" in answer:
             self.holding = True
         super().saw(action, answer, look)

@@ -78,6 +78,8 @@ def compact_instruction(text: str) -> str:
 def _plain(text: str) -> str:
     text = re.sub(r"a substance called ", "", text)
     lines = [line.strip() for line in text.strip().split("\n") if line.strip()]
+    if lines and lines[0].startswith("Ambiguous request"):
+        return f"which one? answer with its number. {'; '.join(line.replace(chr(9), ' ') for line in lines[1:])}."
     if lines and lines[0].endswith(":"):
         return f"{lines[0]} {', '.join(_ARTICLE.sub('', line) for line in lines[1:])}"
     return re.sub(r"\s+", " ", " ".join(lines))

@@ -19,13 +19,12 @@ from mopd.environments.textworld_express_experts import PLAYERS, Player, clean_p
 FOLDS = {"train": "train", "development": "dev", "test": "test"}
 FOLD_SEEDS = {"train": range(0, 1000), "development": range(10_000, 11_000), "test": range(20_000, 21_000)}
 DEFAULT_GAMES = {
-    "coin": "numLocations=4,includeDoors=0,numDistractorItems=0",
+    "coin": "numLocations=6,includeDoors=0,numDistractorItems=2",
     "mapreader": "numLocations=4,maxDistanceApart=2,maxDistractorItemsPerLocation=0,includeDoors=0",
     "peckingorder": "",
 }
 ENTRY = "textworldexpress.runtime.PythonInterface"
 EXPERT_TURNS = 60
-NO_ACTION = ("look around", "inventory", "task")
 
 
 class TextWorldExpressFamily:
@@ -92,8 +91,9 @@ class TextWorldExpressEnvironment:
 
     def __init__(self, family: TextWorldExpressFamily):
         self._family = family
+        self._interfaces: dict[str, JavaObject] = {}
         self._interface: JavaObject | None = None
-        self._loaded = ""
+        self._state: dict[str, Any] = {}
         self._task: Task | None = None
         self._instruction = ""
         self._admissible: frozenset[str] = frozenset()
@@ -105,13 +105,7 @@ class TextWorldExpressEnvironment:
                 f"textworld_express: task names the game {task.name!r}, which is not among the configured "
                 f"ones: {', '.join(self._family.games)}"
             )
-        if self._interface is None or not self._interface.alive:
-            self._interface, self._loaded = self._family.java.new(ENTRY), ""
-        if self._loaded != task.name:
-            message = self._interface.call("load", task.name, self._family.games[task.name])
-            if message:
-                raise EnvironmentFailure("load_failed", f"textworld_express {task.name}: {message}")
-            self._loaded = task.name
+        self._interface = self._interface_for(task.name)
         self._task, self._player = task, None
         if expert:
             self._player = self._find_player(task)
@@ -130,7 +124,7 @@ class TextWorldExpressEnvironment:
         state = self._play(action)
         if self._player is not None:
             self._player.saw(action, state)
-        return self._observe(state, action=action)
+        return self._observe(state)
 
     def expert_action(self) -> str | None:
         if self._player is None:
@@ -139,7 +133,19 @@ class TextWorldExpressEnvironment:
         return action if action in self._admissible else None
 
     def close(self) -> None:
+        self._interfaces.clear()
         self._interface = self._player = self._task = None
+
+    def _interface_for(self, game: str) -> JavaObject:
+        """The simulator with a game loaded, which costs more than a new start of the game: one is kept for each."""
+        interface = self._interfaces.get(game)
+        if interface is None or not interface.alive:
+            interface = self._family.java.new(ENTRY)
+            message = interface.call("load", game, self._family.games[game])
+            if message:
+                raise EnvironmentFailure("load_failed", f"textworld_express {game}: {message}")
+            self._interfaces[game] = interface
+        return interface
 
     def _start(self, task: Task, gold: bool = False) -> dict[str, Any]:
         state = json.loads(self._interface.call("generateNewGameJSON", task.seed, FOLDS[task.split], gold))
@@ -156,7 +162,7 @@ class TextWorldExpressEnvironment:
         self._admissible = frozenset(state["validActions"])
         return state
 
-    def _observe(self, state: dict[str, Any], *, action: str = "", malformed: bool = False) -> Observation:
+    def _observe(self, state: dict[str, Any], *, malformed: bool = False) -> Observation:
         text, instruction = state["observation"], self._instruction
         if self._family.compact:
             text = view.compact(text, self._task.name, self._admissible)
@@ -177,9 +183,12 @@ class TextWorldExpressEnvironment:
             if self._wins(task, player):
                 return PLAYERS[task.name]()
         self._start(task, gold=True)
-        gold = [str(action) for action in self._interface.call("getGoldActionSequence")]
-        player = clean_path(gold, lambda candidate: self._wins(task, candidate))
-        return player
+        path = []
+        for action in self._interface.call("getGoldActionSequence"):
+            if action in self._admissible:  # gold paths hold a few actions that the game does not know
+                path.append(str(action))
+                self._play(action)
+        return clean_path(path, lambda candidate: self._wins(task, candidate))
 
     def _wins(self, task: Task, player: Player) -> bool:
         state = self._start(task)

@@ -7,8 +7,10 @@ others leave through `mopd.learner.model.save_model`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,21 @@ def latest(folder: str | Path) -> Path | None:
     """The newest complete checkpoint of `folder`, or None."""
     found = checkpoints(folder)
     return found[-1][1] if found else None
+
+
+def own_folder(folder: str | Path, identity: Any, *, resume: bool = True) -> Path:
+    """Where in `folder` the checkpoints of the run with this `identity` are: everything that its result depends on, as
+    JSON values. Checkpoints of any other run are removed (going on from them would be neither run), and said to be; so
+    are this run's own without `resume`."""
+    folder = Path(folder)
+    own = folder / hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path != own or not resume:
+            shutil.rmtree(path)
+            if resume:
+                print(f"{path} holds checkpoints of another configuration; they are removed and this run starts anew",
+                      file=sys.stderr)
+    return own
 
 
 def save_checkpoint(learner: Learner, folder: str | Path, state: dict[str, Any], *, keep: int = 2) -> Path:

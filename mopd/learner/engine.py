@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from mopd.learner.forward import LossFunction, PackedLM
-from mopd.learner.moe import ExpertLoadCounter, freeze_routers, router_hash
+from mopd.learner.moe import ExpertLoadCounter, freeze_routers, gathered, router_hash
 from mopd.learner.packing import MicroBatch, empty_micro_batch
 
 SCHEDULES = ("constant", "cosine", "linear")
@@ -358,14 +358,23 @@ class Learner:
             raise RuntimeError("a frozen router changed during training; look at the optimizer's groups")
 
     def close(self) -> None:
-        """Take hooks off and give DeepSpeed's buffers back; the model keeps its trained weights."""
+        """Take hooks off and give DeepSpeed's buffers back; the model keeps its trained weights, whole on every rank
+        (also under ZeRO-3, so every rank must call it and have room for them)."""
         self.expert_loads.close()
-        if self.config.zero_stage < 3:
-            # ZeRO 1/2 keep the weights as views of one flat buffer: cut them loose before it goes.
-            for parameter in self.module.parameters():
-                parameter.data = parameter.data.clone()
-                parameter.grad = None
+        whole = {}
+        for parameter in self.module.parameters():
+            # The weights are views of DeepSpeed's flat buffers (or split): take a copy before those go.
+            with gathered(parameter):
+                whole[parameter] = parameter.data.clone()
+            parameter.grad = None
         self.engine.destroy()
+        if self.config.zero_stage < 3:
+            for parameter, data in whole.items():
+                parameter.data = data
+            return
+        fresh = {old: nn.Parameter(data, requires_grad=old.requires_grad) for old, data in whole.items()}
+        for module in self.module.modules():
+            module._parameters = {name: fresh.get(p, p) for name, p in module._parameters.items()}
 
 
 def _parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

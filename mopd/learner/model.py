@@ -110,6 +110,9 @@ def save_model(model: nn.Module, folder: str | Path, *, tokenizer=None, state_di
                manifest: dict | None = None, max_shard_size: str = "2GB") -> Path:
     """Write an ordinary Hugging Face folder (sharded safetensors, config, generation config, tokenizer), whole or not
     at all: it is written aside and renamed. `manifest` goes into manifest.json. Replaces a folder of that name."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     folder = Path(folder)
     aside = folder.with_name(f".{folder.name}.writing-{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)

@@ -123,8 +123,8 @@ class LearnerStep:
         seconds = {"packing": packed - clock, "scoring": scored - packed}
         if not omega:
             warnings.warn(f"step {version}: no token is left to train on, so the step is skipped "
-                          f"({sum(b.loss_tokens for b in batches)} tokens here, {sum(int(o.sum()) for o in stale)} of them stale; "
-                          f"missing scores: {missing})", stacklevel=2)
+                          f"({sum(b.loss_tokens for b in batches)} tokens here, of them stale: "
+                          f"{sum(int(old.sum()) for old in stale)}; missing scores: {missing})", stacklevel=2)
             self.learner.skip_step()
             return LearnerReport({"step": version, "skipped": True, "loss": float("nan"), "missing": missing,
                                   "seconds": {**seconds, "training": 0.0}, "domains": {}, "streams": {}}, {}, True)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from mopd.learner.checkpoint import latest, load_checkpoint, save_checkpoint
-from mopd.learner.engine import Learner, LearnerConfig
+from mopd.learner.engine import Learner, LearnerConfig, StepReport
 from mopd.learner.packing import MicroBatch, pack
 from mopd.rows import Action, Row
 from prefix_store.trajectory import Sequence as Trajectory
@@ -49,13 +49,15 @@ class SupervisedConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """Where a run is: after `step` of `total` steps; `loss` is the step's mean cross-entropy in nats per token."""
+    """Where a run is: after `step` of `total` steps; `loss` is the step's mean cross-entropy in nats per token, `report`
+    what the learner said about the step."""
 
     step: int
     total: int
     loss: float
     seconds_left: float
     tokens_per_second: float
+    report: StepReport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +213,7 @@ def train_supervised(
             if progress is not None and learner.rank == 0:
                 spent = time.perf_counter() - started
                 each = spent / (done - first)
-                progress(Progress(done, total, report.loss, each * (total - done), tokens / spent))
+                progress(Progress(done, total, report.loss, each * (total - done), tokens / spent, report))
             due = done == total or (config.evaluate_every and done % config.evaluate_every == 0)
             if evaluate is not None and due:
                 model.eval()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListLike
 from typing import Any
@@ -122,13 +123,14 @@ def play_episodes(
     harnesses    domain → Harness
     fingerprint  of tokenizer, template and model, for the stored sequences; by default the renderer's, without a model
     source       who plays; by default a nameless student
-    max_live     episodes that play at once; by default the engine's batch
+    max_live     episodes that play at once; by default the engine's batch, and of a domain at most its pool's `size`
     retries      how often an episode is played again, from its start, after an environment failed under it
     progress     called with the number of episodes that are over, after every turn in which some ended
 
     A limit that is reached, or an action that is not understood, is an outcome like any other. An environment's failure
-    gives no reward: after the retries the episode has a `failure` and no sequence. Raises ValueError before anything is
-    played where a domain has no pool or harness, or a context limit exceeds the engine's positions.
+    gives no reward: after the retries the episode has a `failure` and no sequence; so has one whose first prompt alone
+    fills the context (`prompt_too_long`). Every episode without a `failure` has a sequence. Raises ValueError before
+    anything is played where a domain has no pool or harness, or a context limit exceeds the engine's positions.
     """
     loop = _Loop(engine, pools, renderer, harnesses, fingerprint, source, retries)
     loop.check(episodes)
@@ -142,11 +144,11 @@ def play_episodes(
     over = 0
     try:
         while waiting or live:
-            entering = [waiting.pop() for _ in range(min(limit - len(live), len(waiting)))]
-            loop.enter(entering)
+            entering = loop.room_for(waiting, live, limit)
             # In the order of the list, whoever entered when.
             live = sorted(live + entering, key=lambda p: p.number)
-            loop.turn([p for p in live if p.builder is not None], options)
+            loop.enter(entering)
+            loop.turn([p for p in live if p.environment is not None], options)
             again = [p for p in live if p.environment is None and not p.episode.ended and not p.episode.failure]
             waiting += again[::-1]
             still = [p for p in live if p.environment is not None]
@@ -187,6 +189,20 @@ class _Loop:
                 if getattr(harness, key) < 1:
                     raise ValueError(f"domain {name!r}: {key} is {getattr(harness, key)}; it must be at least 1")
 
+    def room_for(self, waiting: list[_Playing], live: list[_Playing], limit: int) -> list[_Playing]:
+        """Take from the end of `waiting` what may enter: `limit` episodes live at once, and of a domain no more than its
+        pool keeps environments for."""
+        counts = Counter(p.episode.spec.domain for p in live)
+        entering: list[_Playing] = []
+        for number in range(len(waiting) - 1, -1, -1):
+            if len(live) + len(entering) >= limit:
+                break
+            domain = waiting[number].episode.spec.domain
+            if counts[domain] < getattr(self.pools[domain], "size", limit):
+                counts[domain] += 1
+                entering.append(waiting.pop(number))
+        return entering
+
     def enter(self, entering: list[_Playing]) -> None:
         """Bring environments to the start of their tasks and render the first prompts."""
 
@@ -205,11 +221,19 @@ class _Loop:
             playing.messages.append({"role": "user", "content": first_message(view.instruction, view.text)})
             playing.builder = ContextBuilder(self.renderer.start(playing.messages))
             playing.actions, playing.finishes = [], []
-            self._apply_limits(playing)
+            harness = self.harnesses[playing.episode.spec.domain]
+            if len(playing.builder.tokens) >= harness.max_context_tokens:
+                # No model could act here: neither an outcome nor worth another try.
+                task = playing.episode.spec.task
+                playing.episode.failure = "prompt_too_long"
+                playing.episode.failure_text = (
+                    f"task {task.name} {task.split} {task.seed} of {playing.episode.spec.domain!r} starts with "
+                    f"{len(playing.builder.tokens)} tokens; max_context_tokens is {harness.max_context_tokens}"
+                )
+                self._release(playing)
 
     def turn(self, live: list[_Playing], options: SamplingOptions) -> None:
         """One action for every live episode, and the environments' answers."""
-        live = [p for p in live if p.environment is not None]
         if not live:
             return
         requests = []
@@ -268,14 +292,13 @@ class _Loop:
             reward=episode.score, true_reward=episode.score, success=episode.success, error_category=category,
             metadata={"ended": ended, "malformed": episode.malformed},
         )
-        if playing.builder.turns:
-            episode.sequence = Sequence(
-                domain=spec.domain, task=spec.task.name, environment=pool.family.name,
-                environment_version=str(pool.family.version), seed=int(spec.task.seed), split=spec.task.split,
-                contexts=playing.builder.build(), actions=tuple(playing.actions), outcome=outcome, source=self.source,
-                fingerprint=self.fingerprint,
-                metadata={"episode_seed": int(spec.seed), "cut_actions": playing.finishes.count("length")},
-            )
+        episode.sequence = Sequence(
+            domain=spec.domain, task=spec.task.name, environment=pool.family.name,
+            environment_version=str(pool.family.version), seed=int(spec.task.seed), split=spec.task.split,
+            contexts=playing.builder.build(), actions=tuple(playing.actions), outcome=outcome, source=self.source,
+            fingerprint=self.fingerprint,
+            metadata={"episode_seed": int(spec.seed), "cut_actions": playing.finishes.count("length")},
+        )
         self._release(playing)
 
     def _release(self, playing: _Playing) -> None:

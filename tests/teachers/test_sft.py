@@ -8,10 +8,11 @@ import json
 import numpy as np
 import pytest
 
-from mopd.config import Config, ConfigError, DomainConfig, SFTConfig, StudentConfig
+from mopd.config import Config, ConfigError, DomainConfig, OptimizerConfig, SFTConfig, StudentConfig
 from mopd.learner.model import ModelNotFound, load_model
 from mopd.learner.moe import router_hash, weights_hash
 from mopd.learner.supervised import mean_cross_entropy
+from mopd.report import build_results
 from mopd.sampling.rendering import ChatRenderer
 from prefix_store import PrefixStore
 from prefix_store.trajectory import Context, Outcome, Segment, Sequence, Source
@@ -60,7 +61,13 @@ def config(tmp_path, make_folder, tokenizer):
             store.append(sequence(renderer, "science", number + 50))
             store.append(sequence(renderer, "game", number + 100, kind="teacher"))
         store.commit("demonstrations")
-    sft = SFTConfig(steps=8, rows_per_step=6, micro_batch_tokens=300, checkpoint_every=3)
+    sft = SFTConfig(
+        steps=8,
+        rows_per_step=6,
+        micro_batch_tokens=300,
+        checkpoint_every=3,
+        optimizer=OptimizerConfig(learning_rate=1e-2),
+    )
     return Config(
         run=str(tmp_path),
         store=str(tmp_path / "store"),
@@ -95,8 +102,48 @@ def test_a_teacher_learns_its_demonstrations(config, tmp_path, capsys):
 
 
 def test_the_baseline_mixes_domains(config, tmp_path):
-    run_sft(config, ["game", "science"], tmp_path / "baseline", baseline=True)
+    result = run_sft(config, ["game", "science"], tmp_path / "baseline", baseline=True)
     assert json.loads((tmp_path / "baseline" / "manifest.json").read_text())["domains"] == ["game", "science"]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(8)) and [line["loss"] for line in lines] == result.losses
+    for line in lines:
+        assert line["tokens"] == {"sampled": 0, "trained": line["tokens"]["trained"], "computed": line["tokens"]["computed"]}
+        assert 0 < line["tokens"]["trained"] < line["tokens"]["computed"] and line["environment_steps"] == 0
+        assert line["seconds"]["training"] > 0 and line["seconds"]["sampling"] == 0 == line["seconds"]["scoring"]
+        assert line["gradient_norm"] > 0 and line["learning_rate"] > 0
+    cost = build_results(tmp_path, students=tmp_path / "none")["cost"]
+    assert cost == {}
+    folder = tmp_path / "students" / "off_policy_sft" / "seed-3"
+    run_sft(config, ["game", "science"], folder / "model", baseline=True)
+    cost = build_results(tmp_path)["cost"]["off_policy_sft"]
+    assert cost["optimizer_steps"] == 8 and cost["sampled_tokens"] == 0 and cost["seconds"]["training"] > 0
+
+
+def test_an_interrupted_teacher_goes_on_but_never_from_another_config(config, tmp_path, monkeypatch):
+    import teachers.sft as module
+    from mopd.progress import Progress
+
+    class Stopping(Progress):
+        def update(self, done, text=""):
+            super().update(done, text)
+            if done == 5:
+                raise KeyboardInterrupt
+
+    out, whole = tmp_path / "teacher", tmp_path / "whole"
+    straight = run_sft(config, ["game"], whole)
+    monkeypatch.setattr(module, "Progress", Stopping)
+    with pytest.raises(KeyboardInterrupt):
+        run_sft(config, ["game"], out)
+    assert not out.exists() and list((tmp_path / "teacher.checkpoints").glob("*/step-3"))
+    monkeypatch.undo()
+    resumed = run_sft(config, ["game"], out)
+    assert resumed.first_step == 3 and resumed.losses == straight.losses[3:]
+    monkeypatch.setattr(module, "Progress", Stopping)
+    with pytest.raises(KeyboardInterrupt):
+        run_sft(config, ["game"], out)
+    monkeypatch.undo()
+    config.sft.rows_per_step = 5
+    assert run_sft(config, ["game"], out).first_step == 0
 
 
 def test_bad_input_is_named(config, tmp_path):

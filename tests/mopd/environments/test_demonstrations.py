@@ -10,12 +10,12 @@ from mopd.environments.demonstrations import InvalidTranscript, demonstrate, rea
 
 
 def test_expert_transcripts(family):
-    tasks = family.tasks("train")[:4]
+    tasks = family.tasks("train")[:3]
     finished = []
     result = demonstrate(
         family, "some-domain", tasks, seed=1, max_turns=60, progress=lambda n, of: finished.append((n, of))
     )
-    assert result.counts == {"kept": 4} and finished[-1] == (4, 4)
+    assert result.counts == {"kept": 3} and finished[-1] == (3, 3)
     assert [(t["task"], t["seed"]) for t in result.transcripts] == [(task.name, task.seed) for task in tasks]
     assert result.environment_steps == sum(len(t["turns"]) for t in result.transcripts)
     for transcript in result.transcripts:
@@ -25,7 +25,7 @@ def test_expert_transcripts(family):
 
 
 def test_novices_mix_random_actions_and_are_reproducible(family):
-    tasks = family.tasks("train")[:6]
+    tasks = family.tasks("train")[:4]
     runs = [
         demonstrate(family, "d", tasks, seed=3, random_share=0.5, max_turns=12, keep="all", workers=workers)
         for workers in (1, 3)

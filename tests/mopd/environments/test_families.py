@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from mopd.environments.base import SPLITS, Environment, EnvironmentFailure, EnvironmentFamily, Task
+from mopd.environments.registry import make_family
 
 
 def play(environment, task, actions=None):
@@ -100,3 +101,65 @@ def test_step_before_reset_is_a_failure(family):
 def test_foreign_task_is_refused(family):
     with pytest.raises(Exception, match="no-such-task"):
         family.create().reset(Task("no-such-task", 0, "train"))
+
+
+GAMES = {
+    "coin": "numLocations=4,includeDoors=1,numDistractorItems=3",
+    "peckingorder": "",
+    "mapreader": "numLocations=4,maxDistanceApart=2,maxDistractorItemsPerLocation=1,includeDoors=0",
+    "cookingworld": "numLocations=2,numIngredients=1,numDistractorItems=2,includeDoors=0,limitInventorySize=0",
+    "twc": "numLocations=1,numItemsToPutAway=2,includeDoors=0,limitInventorySize=0",
+    "simonsays": "",
+}
+
+
+def test_other_games_are_won_and_the_compact_view_hides_nothing_that_can_be_acted_on():
+    family = make_family("textworld_express", {"games": GAMES})
+    plain = make_family("textworld_express", {"games": GAMES, "compact": False, "expert": "gold"})
+    try:
+        environment, other = family.create(), plain.create()
+        for task in family.tasks("development")[: 3 * len(GAMES)]:
+            seen, _ = play(environment, task)
+            assert seen[-1].success, task
+            first = seen[0]
+            for action in first.admissible:
+                if task.name != "simonsays" and action.startswith(("take ", "open ")) and "door" not in action:
+                    assert action.split(" ", 1)[1] in first.text, (task, action, first.text)
+            gold, _ = play(other, task)
+            assert gold[-1].success and len(gold[0].text) >= len(first.text), task
+    finally:
+        family.close()
+        plain.close()
+
+
+def test_science_experts_name_things_as_the_text_does(families):
+    family = families["scienceworld"]
+    environment = family.create()
+    for task in family.tasks("development")[:6]:
+        seen, actions = play(environment, task)
+        for index, action in enumerate(actions):
+            if action.startswith("focus on "):
+                assert action.removeprefix("focus on ") in seen[index].text
+
+
+@pytest.mark.parametrize(("expert", "name"), [("walk", "find-plant"), ("gold", "find-animal")])
+def test_other_science_experts(families, expert, name):
+    family = make_family("scienceworld", {"tasks": [name], "expert": expert})
+    family._machines = families["scienceworld"]._machines  # the process is running already
+    seen, actions = play(family.create(), family.tasks("train")[0])
+    assert seen[-1].success and not any(action.startswith(("teleport", "open door")) for action in actions)
+
+
+def test_babyai_levels_with_other_goals():
+    levels = ["BabyAI-PickupDist-v0", "BabyAI-OpenDoorColor-v0", "BabyAI-PutNextLocalS5N3-v0"]
+    family = make_family("babyai", {"levels": levels, "sizes": {"train": 6}})
+    environment = family.create()
+    played = [play(environment, task)[1] for task in family.tasks("train")]
+    assert any("pick up" in actions for actions in played) and any("toggle" in actions for actions in played)
+
+
+def test_level_generation_prints_nothing(families, capsys):
+    environment = families["babyai"].create()
+    for task in families["babyai"].tasks("train")[:40]:
+        environment.reset(task)
+    assert capsys.readouterr().out == ""

@@ -45,6 +45,13 @@ def test_scienceworld_plants_and_other_texts():
     assert scienceworld_view.compact("In your inventory, you see:\n\ta blue jay egg\n\tan orange\n") == (
         "In your inventory, you see: blue jay egg, orange"
     )
+    question = (
+        "Ambiguous request: Please enter the number for the action you intended (or blank to cancel):\n"
+        "0:\tfocus on wood cup (in art studio)\n1:\tfocus on wood cup (in kitchen)\n"
+    )
+    assert scienceworld_view.compact(question) == (
+        "which one? answer with its number. 0: focus on wood cup (in art studio); 1: focus on wood cup (in kitchen)."
+    )
     assert scienceworld_view.parse_room("You open the door.") is None
 
 
@@ -57,10 +64,10 @@ def test_scienceworld_instruction():
 
 
 COIN = (
-    "You are in the kitchen. In one part of the room you see a stove. There is also an oven. You also see a fridge that "
-    "is closed. In another part of the room you see a counter, that has nothing on it. There is also a shelf that has a "
-    "coin on it. \nTo the North you see the pantry. To the West you see a closed wood door. Through an open screen door, to "
-    "the East you see the backyard. "
+    "You are in the kitchen. In one part of the room you see a stove. There is also an oven. You also see a fridge "
+    "that is closed. In another part of the room you see a counter, that has nothing on it. There is also a shelf "
+    "that has a coin on it. \nTo the North you see the pantry. To the West you see a closed wood door. "
+    "Through an open screen door, to the East you see the backyard. "
 )
 
 

@@ -177,11 +177,12 @@ def test_one_process_starts_without_a_compiler_port_or_noise(tmp_path):
     out = run_python(START, PATH="/nonexistent", TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions"))
     assert not (tmp_path / "extensions").exists(), "DeepSpeed compiled something"
     assert out.startswith("seconds ") and len(out.splitlines()) == 1, f"noise on stdout: {out}"
-    assert float(out.split()[1]) < 20
+    assert float(out.split()[1]) < 60, "a start without a build takes seconds"
 
 
 RANKS = """
 import json
+from mopd.learner.checkpoint import Checkpoints
 from tests.mopd.learner.test_engine import *
 
 rank = int(os.environ["RANK"])
@@ -199,6 +200,15 @@ for stage in (0, 1, 2, 3):
     scored = learner.forward_only(batches_of(mine), lambda logits, b: logits.shape[0])
     assert sum(scored) == sum(r.loss_tokens for r in mine)
     results[stage] = [found, weights]
+    saved = Checkpoints(os.environ["SCRATCH"] + f"/zero{stage}")
+    saved.save(learner, learner.step, {"stage": stage})
+    after = learner.train_step(batches_of(mine), weighted_cross_entropy)
+    learner.close()
+    assert all(p.data.numel() for p in learner.model.parameters())
+    learner = Learner(make_model("qwen3_moe", seed=4), config=learner.config, total_steps=4)
+    assert saved.load(learner) == (4, {"stage": stage})
+    again = learner.train_step(batches_of(mine), weighted_cross_entropy)
+    assert (again.loss, again.gradient_norm) == (after.loss, after.gradient_norm), f"ZeRO {stage}: resumed differently"
     learner.close()
 if rank == 0:
     print("RESULT" + json.dumps(results))

@@ -116,3 +116,6 @@ def test_named_weights_rebuild_the_model(tmp_path, stage):
     with pytest.raises(ValueError, match="layout"):
         named_weights(learner, layout="vllm")
     learner.close()
+    assert torch.equal(logits(model), expected), "the model is whole again after close"
+    assert all(not hasattr(p, "ds_id") for p in model.parameters())
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight

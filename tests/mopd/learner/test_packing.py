@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -106,13 +107,32 @@ def test_a_planted_token_is_found_at_every_position():
         assert (batch.label == source + 1).all()
 
 
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=40), st.integers(1, 900))
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=40), st.integers(1, 900), st.sampled_from([None, 1, 3]))
 @settings(max_examples=60, deadline=None)
-def test_plan_keeps_the_budget_and_every_row(lengths, budget):
-    plan = micro_batch_plan(lengths, budget)
-    assert sorted(i for part in plan for i in part) == list(range(len(lengths)))
+def test_plan_keeps_the_budget_and_every_row(lengths, budget, most):
+    plan = micro_batch_plan(lengths, budget, most)
+    flat = [i for part in plan for i in part]
+    assert sorted(flat) == list(range(len(lengths)))
+    assert all((-lengths[a], a) < (-lengths[b], b) for a, b in itertools.pairwise(flat))
     for part in plan:
         assert len(part) == 1 or len(part) * max(lengths[i] for i in part) <= budget
+        assert most is None or len(part) <= most
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=9), st.integers(300, 4000))
+@settings(max_examples=40, deadline=None)
+def test_plan_is_the_cheapest_cut_of_the_sorted_rows(lengths, budget):
+    def cost(parts):
+        return sum(len(p) * p[0] + max(96, budget // 16) for p in parts)
+
+    ordered = sorted(lengths, reverse=True)
+    cuts = []
+    for choice in itertools.product([False, True], repeat=len(ordered) - 1):
+        edges = [0, *(i + 1 for i, cut in enumerate(choice) if cut), len(ordered)]
+        parts = [ordered[a:b] for a, b in itertools.pairwise(edges)]
+        if all(len(p) == 1 or len(p) * p[0] <= budget for p in parts):
+            cuts.append(cost(parts))
+    assert cost([[lengths[i] for i in part] for part in micro_batch_plan(lengths, budget)]) == min(cuts)
 
 
 @given(st.integers(0, 2**31), st.integers(40, 400))

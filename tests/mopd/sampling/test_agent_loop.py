@@ -142,6 +142,12 @@ def test_limits_are_outcomes(renderer, harness, answer, ended, turns):
     assert ended != "context_limit" or len(episode.sequence.contexts[0].tokens) >= 60
 
 
+def test_a_prompt_that_fills_the_context_is_no_outcome(renderer):
+    episode = play(Scripted(renderer, lambda text: "forward"), renderer, [5], harness=Harness("", 2, 5, 8))[0]
+    assert episode.failure == "prompt_too_long" and episode.sequence is None and episode.attempts == 1
+    assert "max_context_tokens is 8" in episode.failure_text
+
+
 def test_an_action_cut_by_its_limit_goes_on(renderer, tokenizer):
     harness = Harness("", 2, 1, 400)
     episode = play(Scripted(renderer, lambda text: "forward"), renderer, [5], harness=harness)[0]

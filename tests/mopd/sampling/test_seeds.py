@@ -35,4 +35,5 @@ def test_numpy_integers_count_as_integers_and_the_rest_is_refused():
 
 def test_another_process_gives_the_same():
     code = "from mopd.seeds import stable_seed; print(stable_seed(3, 'x'))"
-    assert int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout) == stable_seed(3, "x")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert int(done.stdout) == stable_seed(3, "x")

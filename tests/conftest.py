@@ -1,0 +1,17 @@
+"""What several rooms' tests share."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import pytest  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory):
+    """Random models, teachers and a store with a config to train from; made once, see tests/tiny_run.py."""
+    from tests.tiny_run import make_tiny_run
+
+    return make_tiny_run(tmp_path_factory.mktemp("tiny_run"))
