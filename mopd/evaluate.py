@@ -11,6 +11,7 @@ from pathlib import Path
 from mopd.config import Config
 from mopd.domains import close_domains, open_domains
 from mopd.learner.model import check_model_source, load_model
+from mopd.metrics import clean
 from mopd.progress import Progress
 from mopd.sampling.hf import HFEngine
 from mopd.sampling.play import play_tasks
@@ -53,8 +54,9 @@ def evaluate_models(config: Config, models: dict[str, str], domains: list[str]) 
     finally:
         close_domains(opened)
     for model, scores in results.items():
-        print(f"result: {model}: " + ", ".join(f"{d} {s['score']:.2f} [{s['low']:.2f}, {s['high']:.2f}] of {s['n']}"
-                                               for d, s in scores.items()))
+        print(f"result: {model}: " + ", ".join(
+            f"{d} {s['score']:.2f} [{s['low']:.2f}, {s['high']:.2f}] of {s['n']}" if s["n"] else
+            f"{d} not measured, every episode failed for reasons of infrastructure" for d, s in scores.items()))
     return results
 
 
@@ -62,11 +64,13 @@ def _record(model: str, domain: str, config: Config, played) -> dict:
     counted = [p for p in played if not p.failure]
     wins = sum(p.success for p in counted)
     low, high = wilson_interval(wins, len(counted))
-    return {"model": model, "domain": domain, "split": config.evaluate.split, "temperature": config.evaluate.temperature,
-            "score": wins / len(counted) if counted else None, "n": len(counted), "low": low, "high": high,
-            "failures": len(played) - len(counted),
-            "episodes": [{"task": f"{p.task.name}:{p.task.seed}", "score": p.score, "success": p.success, "turns": p.turns,
-                          "failure": p.failure} for p in played]}
+    # Without a single episode that counts there is neither score nor interval: None, which every JSON reader takes.
+    return clean({
+        "model": model, "domain": domain, "split": config.evaluate.split, "temperature": config.evaluate.temperature,
+        "score": wins / len(counted) if counted else None, "n": len(counted), "low": low, "high": high,
+        "failures": len(played) - len(counted),
+        "episodes": [{"task": f"{p.task.name}:{p.task.seed}", "score": p.score, "success": p.success, "turns": p.turns,
+                      "failure": p.failure} for p in played]})
 
 
 def _write(path: Path, record: dict) -> None:

@@ -19,10 +19,15 @@ from prefix_store.trajectory import Source
 from teachers.registry import model_revision
 
 
+class NothingCollected(RuntimeError):
+    """No episode of a teacher can be kept; the message counts why."""
+
+
 def collect_domain(config: Config, name: str) -> dict:
     """Let the teacher of domain `name` play `teacher_episodes` training tasks at `collect.temperature`.
 
-    Writes RUN/collected/NAME.json with what was kept and why the rest was not; returns the same.
+    Writes RUN/collected/NAME.json with what was kept and why the rest was not; returns the same. Raises NothingCollected
+    where nothing was kept.
     """
     domain = config.domains[name]
     teacher = config.teachers[domain.teacher]
@@ -41,26 +46,29 @@ def collect_domain(config: Config, name: str) -> dict:
         # Where a split has fewer tasks than episodes are wanted, tasks are played again with other draws.
         specs = [EpisodeSpec(name, tasks[i % len(tasks)], stable_seed(config.seed, name, "collect", i), i, i)
                  for i in range(domain.teacher_episodes)]
-        store = PrefixStore.open(config.store, "a")
         progress = Progress(f"teacher of {name} plays", len(specs))
         source = Source("teacher", domain.teacher, model_revision(teacher.model))
-        for start in range(0, len(specs), config.collect.batch):
-            part_specs = specs[start:start + config.collect.batch]
-            part.pool.prefetch([s.task for s in part_specs])
-            episodes = play_episodes(engine, {name: part.pool}, part_specs, renderer, {name: part.harness},
-                                     temperature=config.collect.temperature, source=source,
-                                     fingerprint=renderer.fingerprint(model.config))
-            for episode in episodes:
-                if episode.failure:
-                    counts[f"infrastructure: {episode.failure}"] += 1
-                elif config.collect.success_only and not episode.success:
-                    counts["not successful, left out"] += 1
-                else:
-                    store.append(episode.sequence)
-                    counts["kept"] += 1
-                    counts["successful"] += episode.success
-            progress.update(start + len(part_specs), f"{counts['successful']} solved")
-        version = store.commit(f"teacher {domain.teacher} plays {name}")
+        with PrefixStore.open(config.store, "a") as store:
+            for start in range(0, len(specs), config.collect.batch):
+                part_specs = specs[start:start + config.collect.batch]
+                part.pool.prefetch([s.task for s in part_specs])
+                episodes = play_episodes(engine, {name: part.pool}, part_specs, renderer, {name: part.harness},
+                                         temperature=config.collect.temperature, source=source,
+                                         fingerprint=renderer.fingerprint(model.config))
+                for episode in episodes:
+                    if episode.failure:
+                        counts[f"infrastructure: {episode.failure}"] += 1
+                    elif config.collect.success_only and not episode.success:
+                        counts["not successful, left out"] += 1
+                    else:
+                        store.append(episode.sequence)
+                        counts["kept"] += 1
+                        counts["successful"] += episode.success
+                progress.update(start + len(part_specs), f"{counts['successful']} solved")
+            if specs and not counts["kept"]:
+                raise NothingCollected(f"domains.{name}: nothing of what teacher '{domain.teacher}' played can be kept: "
+                                       f"{dict(counts)}")
+            version = store.commit(f"teacher {domain.teacher} plays {name}")
     finally:
         close_domains(opened)
     record = {"domain": name, "teacher": domain.teacher, "revision": source.revision, "version": version,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 
@@ -13,13 +14,14 @@ from mopd.config import ConfigError
 from mopd.domains import open_domains
 from mopd.learner.model import load_model
 from mopd.run import TooManyFailures, refuse_failures, train
+from mopd.sampling import streams
 from mopd.sampling.agent_loop import EpisodeSpec, play_episodes
 from mopd.sampling.demo_tokenizer import train_tokenizer
 from mopd.sampling.hf import HFEngine
 from mopd.sampling.rendering import ChatRenderer
 from mopd.sampling.streams import StepSamples
 from prefix_store import PrefixStore
-from tests.tiny_run import tiny_model
+from tests.tiny_run import same_weights, tiny_model
 
 
 @pytest.fixture
@@ -230,17 +232,28 @@ def test_a_java_process_that_always_dies_is_no_reward(game, admissible, tiny_run
     refuse_failures(tiny_run.config("train.max_infra_failure_share=1"), 7, samples)
 
 
-def test_a_step_whose_game_dies_trains_on_the_rest(tiny_run, tmp_path, admissible, monkeypatch):
-    import json
-
-    from mopd.sampling import streams
-
+@pytest.fixture
+def dying(admissible, monkeypatch):
+    """Every rollout of every run kills the game's Java process before each of its turns."""
     play = streams.play_episodes
 
-    def dying(engine, pools, specs, *arguments, **options):
-        java = pools["game"].family.java
-        return play(Killing(engine, java, None), pools, specs, *arguments, **options)
-    monkeypatch.setattr(streams, "play_episodes", dying)
+    def killing(engine, pools, specs, *arguments, **options):
+        return play(Killing(engine, pools["game"].family.java, None), pools, specs, *arguments, **options)
+    monkeypatch.setattr(streams, "play_episodes", killing)
+
+
+def test_a_step_of_which_nothing_is_left_is_skipped(tiny_run, tmp_path, dying):
+    config = tiny_run.config(f"run={tmp_path}", "train.steps=2", "train.max_infra_failure_share=1",
+                             "domains.embodied.share=0", "train.domain_schedule=static", "train.prefix_fraction=0",
+                             "train.samples_per_step=2")
+    with pytest.warns(UserWarning, match="step 0: no token is left to train on"):
+        model = train(config)
+    lines = [json.loads(line) for line in (model.parent / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["skipped"], line["tokens"]["trained"]) for line in lines] == [(0, True, 0), (1, True, 0)]
+    assert same_weights(model, tiny_run.folder / "base")
+
+
+def test_a_step_whose_game_dies_trains_on_the_rest(tiny_run, tmp_path, dying):
     config = tiny_run.config(f"run={tmp_path}", "train.steps=2", "train.max_infra_failure_share=1", "train.group_size=2")
     model = train(config)
     lines = [json.loads(line) for line in (model.parent / "metrics.jsonl").read_text().splitlines()]
@@ -253,3 +266,35 @@ def test_a_step_whose_game_dies_trains_on_the_rest(tiny_run, tmp_path, admissibl
         assert embodied["streams"]["rollout"]["tokens"] > 0 and embodied["reward"] is not None
         assert line["dropped_groups"] == 2 and sum(line["omega"].values()) == pytest.approx(1)
     assert all(page["domain"] == "embodied" for page in json.loads((model.parent / "episodes.json").read_text()))
+
+
+def test_an_evaluation_that_only_fails_has_no_score(tiny_run, tmp_path, admissible, monkeypatch, capsys):
+    from mopd import evaluate
+    from mopd.sampling import play
+
+    episodes = play.play_episodes
+
+    def killing(engine, pools, specs, *arguments, **options):
+        return episodes(Killing(engine, pools["game"].family.java, None), pools, specs, *arguments, **options)
+    monkeypatch.setattr(play, "play_episodes", killing)
+    config = tiny_run.config(f"evaluate.out={tmp_path}", "domains.game.evaluation_episodes=2")
+    answer = evaluate.evaluate_models(config, {"m": str(tiny_run.folder / "base")}, ["game"])
+    assert answer == {"m": {"game": {"score": None, "n": 0, "low": None, "high": None}}}
+    record = json.loads((tmp_path / "m.game.json").read_text(), parse_constant=lambda _: pytest.fail("not plain JSON"))
+    assert record["failures"] == 2 and {e["failure"] for e in record["episodes"]} == {"java_died"}
+    assert "not measured" in capsys.readouterr().out
+
+
+def test_a_teacher_that_cannot_play_is_an_error(tiny_run, tmp_path, admissible, monkeypatch):
+    from teachers import collect
+
+    episodes = collect.play_episodes
+
+    def killing(engine, pools, specs, *arguments, **options):
+        return episodes(Killing(engine, pools["game"].family.java, None), pools, specs, *arguments, **options)
+    monkeypatch.setattr(collect, "play_episodes", killing)
+    with PrefixStore.open(tmp_path / "store", "w") as store:
+        store.commit("empty")
+    with pytest.raises(collect.NothingCollected, match="java_died.: 3"):
+        collect.collect_domain(tiny_run.config(f"run={tmp_path}", f"store={tmp_path / 'store'}"), "game")
+    assert not (tmp_path / "collected").exists() and len(PrefixStore.open(tmp_path / "store")) == 0
