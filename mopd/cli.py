@@ -188,19 +188,24 @@ def check(config: ConfigPath, overrides: Overrides = None, as_json: Json = False
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(help="A run's folder")], as_json: Json = False):
+def report(run: Annotated[Path, typer.Argument(help="A run's folder")], as_json: Json = False,
+           markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown")] = False):
     """Write results.json and report.html of a run and print its table."""
-    from mopd.report import build_results, print_results, write_report
+    from mopd.report import markdown_table, print_results, write_report
 
     if not run.is_dir():
-        raise WrongUsage(f"{run}: no such run folder")
-    page = write_report(run)
-    results = json.loads((run / "results.json").read_text()) if (run / "results.json").is_file() else build_results(run)
+        raise Failure(f"{run}: no such run folder; `mopd demo` makes runs/demo")
+    # A study's students lie in the run that it belongs to.
+    beside = run.parent / "students"
+    page = write_report(run, students=beside if run.name == "study" and beside.is_dir() else None)
+    results = json.loads((run / "results.json").read_text())
     if as_json:
         print(json.dumps(results))
+    elif markdown:
+        print(markdown_table(results))
     else:
         print_results(results, Console(highlight=False))
-        console.print(f"Report: {page}")
+        console.print(f"Report: {page}", soft_wrap=True)
 
 
 @store_app.command("info")

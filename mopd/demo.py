@@ -21,9 +21,9 @@ from mopd.progress import human_seconds
 QUICK = Path(__file__).resolve().parent.parent / "configs" / "demo_quick.yaml"
 
 # Seconds per unit of work, measured on two cores of an AVX2 server processor while two jobs run side by side.
-SECONDS = {"start": 8.0, "episode": {"scienceworld": 0.35}, "other_episode": 0.03, "base_step": 0.9, "sft_step": 0.35,
-           "teacher_episode": {"scienceworld": 0.4}, "other_teacher_episode": 0.1, "train_step": 3.0,
-           "evaluation": {"scienceworld": 0.35}, "other_evaluation": 0.12}
+SECONDS = {"start": 8.0, "episode": {"scienceworld": 0.14}, "other_episode": 0.006, "base_step": 1.1, "sft_step": 0.3,
+           "teacher_episode": {"scienceworld": 0.12}, "other_teacher_episode": 0.02, "train_step": 1.9,
+           "evaluation": {"scienceworld": 0.13}, "other_evaluation": 0.035}
 
 
 def run_demo(path: Path, overrides: list[str], *, quick: bool, fresh: bool, console: Console | None = None) -> dict:

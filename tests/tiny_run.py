@@ -118,7 +118,7 @@ def environment(**changes: str) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": path, "COLUMNS": "200"} | changes
 
 
-def mopd(*arguments: object, cwd: Path | None = None, timeout: float = 280, **changes: str) -> subprocess.CompletedProcess:
+def mopd(*arguments: object, cwd: Path | None = None, timeout: float = 800, **changes: str) -> subprocess.CompletedProcess:
     """Run `python -m mopd.cli …` to its end; output and errors are kept as text."""
     return subprocess.run([sys.executable, "-m", "mopd.cli", *map(str, arguments)], capture_output=True, text=True,
                           timeout=timeout, cwd=cwd or REPOSITORY, env=environment(**changes))

@@ -9,6 +9,7 @@ import pytest
 
 from tests.tiny_run import mopd
 
+pytestmark = pytest.mark.timeout(900)
 PACKAGE = '''
 """Somebody's own package: it knows the small interfaces of mopd and nothing of its inside."""
 

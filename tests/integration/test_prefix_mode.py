@@ -11,6 +11,7 @@ from mopd.environments.textworld_express import TextWorldExpressFamily
 from mopd.run import train
 from prefix_store import PrefixStore
 
+pytestmark = pytest.mark.timeout(900)
 PREFIX_ONLY = ("train.prefix_fraction=1", "train.demonstration_fraction=0", "train.steps=3", "train.fresh_turns=2")
 
 
