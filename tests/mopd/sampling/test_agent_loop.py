@@ -324,12 +324,20 @@ def test_what_no_model_wrote_carries_no_loss_but_as_demonstration(engine, render
     assert [a.turn for a in make_rows("demonstration")[0].actions] == list(range(6))
 
 
+def test_no_more_episodes_live_than_the_pool_has_environments_for(renderer):
+    family = CorridorFamily()
+    engine = Scripted(renderer, lambda text: "forward")
+    with EnvironmentPool(family, size=2) as pool:
+        played = play_tasks(engine, pool, "walk", family.tasks("test")[:5], renderer, HARNESS, seed=3)
+    assert all(p.success for p in played) and max(engine.batches) == 2
+
+
 def test_play_tasks_reports_in_order(renderer):
     family = CorridorFamily()
     tasks = family.tasks("test")[:4] + family.tasks("test")[:1]
     engine = Scripted(renderer, lambda text: "forward" if int(re.findall(r"of (\d)", text)[-1]) != 2 else "back")
     seen = []
-    with EnvironmentPool(family, size=2) as pool:
+    with EnvironmentPool(family, size=8) as pool:
         played = play_tasks(engine, pool, "walk", tasks, renderer, HARNESS, seed=3, progress=seen.append)
     assert [p.task for p in played] == tasks
     assert [p.success for p in played] == [True, False, True, True, True]
