@@ -194,7 +194,7 @@ def report(run: Annotated[Path, typer.Argument(help="A run's folder")], as_json:
     from mopd.report import markdown_table, print_results, write_report
 
     if not run.is_dir():
-        raise Failure(f"{run}: no such run folder; `mopd demo` makes runs/demo")
+        raise WrongUsage(f"{run}: no such run folder; `mopd demo` makes runs/demo")
     # A study's students lie in the run that it belongs to.
     beside = run.parent / "students"
     page = write_report(run, students=beside if run.name == "study" and beside.is_dir() else None)
