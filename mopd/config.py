@@ -296,6 +296,9 @@ def semantic_errors(config: Config) -> list[str]:
     if train.balance == "fixed" and set(config.domains) - set(train.balance_weights):
         missing = ", ".join(sorted(set(config.domains) - set(train.balance_weights)))
         errors.append(f"train.balance_weights: train.balance=fixed needs a weight for every domain; missing: {missing}")
+    if train.objective == "mopd" and train.objective_options.get("alpha"):
+        errors.append(f"train.objective_options.alpha: {train.objective_options['alpha']} would do nothing, since rollouts carry "
+                      "no outcome advantage yet; leave it at 0")
     if train.temperature <= 0:
         errors.append(f"train.temperature: {train.temperature} must be positive; greedy samples carry no density")
     _one_of(errors, "train.domain_schedule", train.domain_schedule, ("static", "adaptive"))

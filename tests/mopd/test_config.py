@@ -156,3 +156,10 @@ def test_reading_a_config_is_light():
     code = f"import sys, mopd.cli, mopd.config, mopd.demo, mopd.pipeline; print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_an_option_that_would_do_nothing_is_refused():
+    demo = next(p for p in WHOLE if p.stem == "demo")
+    with pytest.raises(ConfigError, match="train.objective_options.alpha: 0.5 would do nothing"):
+        load_config(demo, ["train.objective=mopd", "train.objective_options.alpha=0.5"])
+    assert load_config(demo, ["train.objective=mopd", "train.objective_options.alpha=0"])
