@@ -297,7 +297,7 @@ def semantic_errors(config: Config) -> list[str]:
         missing = ", ".join(sorted(set(config.domains) - set(train.balance_weights)))
         errors.append(f"train.balance_weights: train.balance=fixed needs a weight for every domain; missing: {missing}")
     if train.objective == "mopd" and train.objective_options.get("alpha"):
-        errors.append(f"train.objective_options.alpha: {train.objective_options['alpha']} would do nothing, since rollouts carry "
+        errors.append(f"train.objective_options.alpha: {train.objective_options['alpha']} would do nothing: rollouts carry "
                       "no outcome advantage yet; leave it at 0")
     if train.temperature <= 0:
         errors.append(f"train.temperature: {train.temperature} must be positive; greedy samples carry no density")
