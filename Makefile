@@ -8,14 +8,14 @@ QUICK ?=
 FRESH ?=
 FLAGS := $(if $(QUICK),--quick) $(if $(FRESH),--fresh)
 
-.PHONY: setup demo study test lint format clean
+.PHONY: setup demo study study-prefix test lint format clean
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "Creating $(VENV) and installing (about 1.6 GB on disk; one to several minutes) ..."
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e ".[environments,tensorboard,test]"
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e ".[environments,tensorboard,object-store,parquet,test]"
 	@touch $(STAMP)
 
 demo: $(STAMP)
@@ -23,6 +23,9 @@ demo: $(STAMP)
 
 study: $(STAMP)
 	$(MOPD) study $(FLAGS)
+
+study-prefix: $(STAMP)
+	$(MOPD) study-prefix $(FLAGS)
 
 test: $(STAMP)
 	$(VENV)/bin/ruff check .

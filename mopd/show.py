@@ -1,16 +1,18 @@
-"""One stored sequence for human eyes: its segments in colours, its decision points numbered, how it ended."""
+"""Stored sequences for human eyes: one with its segments in colours and its decision points numbered, or a list."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
+from mopd.exporting import chosen_ids
 from prefix_store import PrefixStore
 from prefix_store.trajectory import Context, Sequence
 
@@ -34,17 +36,44 @@ def find_sequence(store: PrefixStore, start: str) -> str:
                          + (f", for example {ids[0][:12]}" if ids else ""))
 
 
-def show_sequence(path: Path, start: str, model: Path | None = None, as_json: bool = False) -> None:
+def show_sequence(store: PrefixStore, start: str, model: Path | None = None, as_json: bool = False, *,
+                  tokens: bool = False) -> None:
     """Print the sequence whose id begins with `start`. `model` is a folder with the tokenizer that wrote it; without
-    one, token ids stand for text. Raises NoSuchSequence, or ForeignFingerprint for another tokenizer."""
-    with PrefixStore.open(path) as store:
-        identity = find_sequence(store, start)
-        text = _decoder(store, model)
-        record = describe(store.sequence(identity), identity, text)
+    one, or with `tokens`, token ids stand for text. Raises NoSuchSequence, or ForeignFingerprint for another tokenizer."""
+    identity = find_sequence(store, start)
+    text = _decoder(store, None if tokens else model)
+    record = describe(store.sequence(identity), identity, text)
     if as_json:
         print(json.dumps(record))
     else:
         _print(record, Console(highlight=False))
+
+
+def list_sequences(store: PrefixStore, domains: Iterable[str] = (), sources: Iterable[str] = (),
+                   success: bool | None = None, limit: int = 20, as_json: bool = False) -> None:
+    """Print a line for each of the first `limit` sequences, by id, that pass the filters, and how many there are."""
+    ids = chosen_ids(store, tuple(domains), tuple(sources), success=success)
+    rows = []
+    for identity in ids[:limit]:
+        sequence = store.sequence(identity)
+        rows.append({
+            "id": identity, "domain": sequence.domain, "task": sequence.task, "split": sequence.split,
+            "source": sequence.source.kind, "source_id": sequence.source.id, "turns": sequence.turns,
+            "tokens": sum(len(c.tokens) - c.fork for c in sequence.contexts), "contexts": len(sequence.contexts),
+            "success": sequence.outcome.success, "reward": sequence.outcome.reward})
+    if as_json:
+        print(json.dumps({"sequences": rows, "found": len(ids)}))
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("id", "domain", "task", "played by", "turns", "tokens", "ended", "reward"):
+        table.add_column(name, justify="right" if name in ("turns", "tokens", "reward") else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, (row["id"][:12], row["domain"], row["task"], f"{row['source']} {row['source_id']}",
+                                  str(row["turns"]), str(row["tokens"]), "solved" if row["success"] else "not solved",
+                                  f"{row['reward']:g}")))
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(f"{len(rows)} of {len(ids)} sequences; `mopd store show STORE ID` prints one", style="dim")
 
 
 def describe(sequence: Sequence, identity: str, text: Callable[[np.ndarray], str]) -> dict[str, Any]:
@@ -59,7 +88,7 @@ def describe(sequence: Sequence, identity: str, text: Callable[[np.ndarray], str
         "outcome": {"reward": outcome.reward, "success": outcome.success, "error_category": outcome.error_category,
                     "is_infra": outcome.is_infra},
         "metadata": sequence.metadata,
-        "contexts": [{"parent": c.parent, "fork": c.fork, "tokens": len(c.tokens),
+        "contexts": [{"parent": c.parent, "fork": c.fork, "tokens": len(c.tokens), "extras": _extras(c),
                       "segments": _segments(c, number, text)} for number, c in enumerate(sequence.contexts)]}
 
 
@@ -80,17 +109,22 @@ def _segments(context: Context, number: int, text: Callable[[np.ndarray], str]) 
     return found
 
 
+def _extras(context: Context) -> dict[str, str]:
+    """Name → type and number of values of each extra of a context."""
+    return {name: f"{len(extra.values)} × {extra.values.dtype.name}"
+                  + (f"{list(extra.values.shape[1:])}" if extra.values.ndim > 1 else "")
+            for name, extra in sorted(context.extras.items())}
+
+
 def _decoder(store: PrefixStore, model: Path | None) -> Callable[[np.ndarray], str]:
     if model is None:
         return lambda tokens: " ".join(map(str, tokens.tolist()))
-    from mopd.learner.model import check_model_source
-    from mopd.sampling.rendering import ChatRenderer, load_tokenizer
+    from mopd.importing import open_renderer
     from prefix_store.store import check_fingerprint
 
-    check_model_source(model)
-    tokenizer = load_tokenizer(model)
-    check_fingerprint(store, ChatRenderer(tokenizer).fingerprint(), chat_template=False)
-    return lambda tokens: tokenizer.decode(tokens.tolist())
+    renderer = open_renderer(model)
+    check_fingerprint(store, renderer.fingerprint(), chat_template=False)
+    return lambda tokens: renderer.tokenizer.decode(tokens.tolist())
 
 
 def _print(record: dict[str, Any], console: Console) -> None:
@@ -103,6 +137,8 @@ def _print(record: dict[str, Any], console: Console) -> None:
     for number, context in enumerate(record["contexts"]):
         shared = "" if context["parent"] is None else f", the first {context['fork']} shared with context {context['parent']}"
         console.print(f"\ncontext {number}: {context['tokens']} tokens{shared}", style="dim", markup=False)
+        for name, what in context["extras"].items():
+            console.print(f"extra {name}: {what}", style="dim", markup=False)
         for segment in context["segments"]:
             line = Text()
             if segment["kind"] == "action":

@@ -16,6 +16,7 @@ from prefix_store.store import ForeignFingerprint, PrefixStore, StoreExists, Sto
 from prefix_store.trajectory import (
     Context,
     DecisionPoint,
+    Extra,
     Fingerprint,
     InvalidSequence,
     Outcome,
@@ -23,11 +24,13 @@ from prefix_store.trajectory import (
     Sequence,
     Source,
 )
+from prefix_store.versions import VersionRemoved
 
 __all__ = [
     "Context",
     "DamagedData",
     "DecisionPoint",
+    "Extra",
     "Fingerprint",
     "ForeignFingerprint",
     "InvalidSequence",
@@ -39,5 +42,6 @@ __all__ = [
     "StoreError",
     "StoreExists",
     "StoreNotFound",
+    "VersionRemoved",
     "check_fingerprint",
 ]

@@ -11,15 +11,14 @@ import functools
 import hashlib
 import json
 import math
-import mmap
-import os
-import pathlib
+from typing import TYPE_CHECKING
 
 import google_crc32c
 import numcodecs.blosc
 import numpy as np
 
-from prefix_store.disk import write_file
+if TYPE_CHECKING:
+    from prefix_store.storage import Storage
 
 INDEX_ENTRY = 16
 # two little-endian uint64 per chunk: offset and length in the shard (Zarr v3, sharding_indexed)
@@ -43,16 +42,15 @@ def _crc(data: bytes | memoryview) -> bytes:
     return google_crc32c.value(bytes(data)).to_bytes(CRC_BYTES, "little")
 
 
-def _shard(folder: pathlib.Path, dimensions: int) -> pathlib.Path:
-    """The file of an array's one shard."""
-    return folder / ".".join(["c", *["0"] * dimensions])
+def shard_name(dimensions: int) -> str:
+    """The file of an array's one shard, in the array's folder."""
+    return ".".join(["c", *["0"] * dimensions])
 
 
-def _metadata(array: np.ndarray, rows: int, chunks: int) -> dict:
-    tail = list(array.shape[1:])
-    itemsize = array.dtype.itemsize
+def _metadata(shape: tuple[int, ...], dtype: np.dtype, rows: int, chunks: int, cname: str) -> dict:
+    tail, itemsize = list(shape[1:]), dtype.itemsize
     codecs = [{"name": "bytes", "configuration": {"endian": "little"}} if itemsize > 1 else {"name": "bytes"}]
-    blosc = {"typesize": itemsize, "cname": "zstd", "clevel": 1, "shuffle": _shuffle(itemsize)[0], "blocksize": 0}
+    blosc = {"typesize": itemsize, "cname": cname, "clevel": 1, "shuffle": _shuffle(itemsize)[0], "blocksize": 0}
     codecs.append({"name": "blosc", "configuration": blosc})
     codecs.append({"name": "crc32c"})
     sharding = {
@@ -64,8 +62,8 @@ def _metadata(array: np.ndarray, rows: int, chunks: int) -> dict:
     return {
         "zarr_format": 3,
         "node_type": "array",
-        "shape": list(array.shape),
-        "data_type": array.dtype.name,
+        "shape": list(shape),
+        "data_type": dtype.name,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [rows * chunks, *tail]}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         "fill_value": 0,
@@ -80,48 +78,54 @@ def _shuffle(itemsize: int) -> tuple[str, int]:
     return ("shuffle", numcodecs.blosc.SHUFFLE) if itemsize > 1 else ("noshuffle", numcodecs.blosc.NOSHUFFLE)
 
 
-def write_array(folder: pathlib.Path, array: np.ndarray, rows: int) -> list[pathlib.Path]:
-    """Write `array` [n, …] (n ≥ 1) as a Zarr v3 array in `folder`, which exists and is empty, `rows` rows to a chunk.
-
-    Returns the files written. The last chunk is filled up with zeros, as Zarr's regular grid asks.
-    """
+def pack_chunks(array: np.ndarray, rows: int, cname: str) -> list[bytes]:
+    """The chunks of `array` [n, …], `rows` rows each, as a Blosc frame and the crc32c of that for each. The last one is
+    filled up with zeros, as Zarr's regular grid asks. Packing releases the interpreter's lock."""
     array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-    if len(array) == 0:
-        raise ValueError(f"{folder.name}: an array without rows is never written")
-    chunks = math.ceil(len(array) / rows)
-    codec = numcodecs.blosc.Blosc("zstd", clevel=1, shuffle=_shuffle(array.dtype.itemsize)[1])
-    parts: list[bytes] = []
-    index = np.empty((chunks, 2), dtype="<u8")
-    at = 0
-    for number in range(chunks):
-        chunk = array[number * rows : (number + 1) * rows]
+    codec = numcodecs.blosc.Blosc(cname, clevel=1, shuffle=_shuffle(array.dtype.itemsize)[1])
+    frames = []
+    for at in range(0, len(array), rows):
+        chunk = array[at : at + rows]
         if len(chunk) < rows:
             chunk = np.concatenate([chunk, np.zeros((rows - len(chunk), *array.shape[1:]), dtype=array.dtype)])
         frame = codec.encode(chunk)
-        frame += _crc(frame)
-        index[number] = at, len(frame)
-        parts.append(frame)
-        at += len(frame)
+        frames += [frame, _crc(frame)]
+    return frames
+
+
+def encode_array(array: np.ndarray, rows: int, cname: str = "zstd", packed: list[bytes] | None = None) -> dict[str, bytes]:
+    """An array [n, …] (n ≥ 1) as the files of a Zarr v3 array, name → bytes: `zarr.json` and its one shard.
+
+    A chunk has `rows` rows. `packed` are its first chunks, which have been packed already (`pack_chunks`), and `array`
+    are the rows behind them.
+    """
+    parts = list(packed or [])
+    length = len(parts) // 2 * rows + len(array)
+    if length == 0:
+        raise ValueError("an array without rows is never written")
+    chunks = math.ceil(length / rows)
+    parts += pack_chunks(array, rows, cname)
+    lengths = np.array([len(frame) for frame in parts], dtype="<u8").reshape(chunks, 2).sum(axis=1, dtype="<u8")
+    index = np.stack([np.cumsum(lengths) - lengths, lengths], axis=1)
     table = index.tobytes()
     parts += [table, _crc(table)]
-
-    metadata, shard = folder / "zarr.json", _shard(folder, array.ndim)
-    write_file(metadata, json.dumps(_metadata(array, rows, chunks), indent=1).encode())
-    write_file(shard, b"".join(parts))
-    return [metadata, shard]
+    description = json.dumps(_metadata((length, *array.shape[1:]), array.dtype, rows, chunks, cname), indent=1).encode()
+    return {"zarr.json": description, shard_name(array.ndim): b"".join(parts)}
 
 
 class ArrayReader:
-    """Reads row ranges of an array that `write_array` wrote. Safe to use from several threads."""
+    """Reads row ranges of an array that `encode_array` made, by ranged reads. Safe to use from several threads."""
 
-    def __init__(self, folder: pathlib.Path, sha256: str | None = None):
-        """Map the shard and check its index. Raises DamagedData where file, index or description are not sound.
+    def __init__(self, storage: Storage, key: str, sha256: str | None = None):
+        """Read the description and the chunk index of the array in the folder `key`.
 
-        sha256 is the known hash of the description `zarr.json`; None takes it as it is.
+        Raises DamagedData where file, index or description are not sound. sha256 is the known hash of the description
+        `zarr.json`; None takes it as it is.
         """
-        self.name = f"{folder.parent.name}/{folder.name}"
+        self.storage, self.key = storage, key
+        self.name = key.partition("/")[2] or key
         try:
-            data = (folder / "zarr.json").read_bytes()
+            data = storage.read(f"{key}/zarr.json")
             if sha256 not in (None, hashlib.sha256(data).hexdigest()):
                 raise ValueError("it is not the file that was published")
             description = json.loads(data)
@@ -131,22 +135,19 @@ class ArrayReader:
             self.chunks = math.ceil(self.shape[0] / self.rows)
         except (OSError, ValueError, KeyError, IndexError, TypeError, ZeroDivisionError) as error:
             raise DamagedData(f"{self.name}/zarr.json cannot be read: {error}") from error
-        path = _shard(folder, len(self.shape))
         tail = self.chunks * INDEX_ENTRY + CRC_BYTES
         try:
-            with open(path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size < tail:
-                    raise DamagedData(f"{self.name}: {size} bytes are too few for {self.chunks} chunks")
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            file = self._file = storage.file(f"{key}/{shard_name(len(self.shape))}")
+            if file.size < tail:
+                raise DamagedData(f"{self.name}: {file.size} bytes are too few for {self.chunks} chunks")
+            table = bytes(file.read(file.size - tail, file.size))
         except DamagedData:
             raise
         except OSError as error:
             raise DamagedData(f"{self.name}: {error.strerror or error}") from error
-        table = self._map[size - tail : size - CRC_BYTES]
-        if _crc(table) != self._map[size - CRC_BYTES :]:
+        if _crc(table[:-CRC_BYTES]) != table[-CRC_BYTES:]:
             raise DamagedData(f"{self.name}: the chunk index fails its checksum")
-        self._index = np.frombuffer(table, dtype="<u8").reshape(self.chunks, 2).tolist()
+        self._index = np.frombuffer(table, dtype="<u8", count=2 * self.chunks)
         self._codec = numcodecs.blosc.Blosc()
 
     def __len__(self) -> int:
@@ -154,11 +155,15 @@ class ArrayReader:
 
     def chunk(self, number: int) -> np.ndarray:
         """Chunk `number` with all its rows, read-only. Raises DamagedData with its rows if its checksum fails."""
-        offset, length = self._index[number]
-        end = offset + length - CRC_BYTES
-        frame, checksum = self._map[offset:end], self._map[end : end + CRC_BYTES]
+        offset, length = int(self._index[2 * number]), int(self._index[2 * number + 1])
         lost = (number * self.rows, min((number + 1) * self.rows, len(self)))
-        if _crc(frame) != checksum:
+        try:
+            data = self._file.read(offset, offset + length)
+        except OSError as error:
+            reason = error.strerror or error
+            raise DamagedData(f"{self.name}: rows {lost[0]} to {lost[1]} cannot be read: {reason}", lost) from error
+        frame = bytes(data[: length - CRC_BYTES])
+        if _crc(frame) != data[length - CRC_BYTES :]:
             raise DamagedData(f"{self.name}: rows {lost[0]} to {lost[1]} fail their checksum", lost)
         try:
             return np.frombuffer(self._codec.decode(frame), dtype=self.dtype).reshape(self.rows, *self.shape[1:])

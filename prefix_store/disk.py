@@ -23,6 +23,11 @@ def write_file(path: pathlib.Path, data: bytes) -> None:
         file.write(data)
 
 
+def sync_file(path: pathlib.Path) -> None:
+    """Flush a file's bytes to the device."""
+    _sync(os.fspath(path))
+
+
 def sync_folder(path: pathlib.Path) -> None:
     """Flush a folder's entries, so that names made or moved in it survive a power cut."""
     _sync(os.fspath(path))

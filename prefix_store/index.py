@@ -6,20 +6,23 @@ on what a version holds and not on which writer was first.
 
 from __future__ import annotations
 
+import bisect
 import collections.abc
 import dataclasses
-import itertools
 from collections.abc import Iterable
 
 import numpy as np
 
+from prefix_store.merged import COLUMNS, Part, Segments, cover, open_index
 from prefix_store.segment import SegmentReader
+from prefix_store.storage import Storage
 from prefix_store.trajectory import SOURCE_KINDS, DecisionPoint
 
 
 @dataclasses.dataclass(frozen=True)
 class PointIndex:
-    """Columns over P decision points of Q sequences; points are ordered by sequence id, then turn.
+    """Columns over P decision points of Q sequences; points are ordered by sequence id, then turn. Read-only, and mapped
+    from files where the index is kept in files.
 
     Per point, each [P]:
         sequence int32       ordinal of its sequence, 0 … Q-1
@@ -28,9 +31,9 @@ class PointIndex:
         turns int32          turns of the sequence
         prefix_tokens int32  tokens before the decision point
         action_tokens int32  length of what was played there
-        domain int16         index into `domains`
+        domain int32         index into `domains`
         source int8          index into SOURCE_KINDS
-        split int16          index into `splits`
+        split int32          index into `splits`
         success bool         whether the sequence succeeded
     Per sequence: ids uint8 [Q, 32] content hashes; first int64 [Q + 1], the points of sequence q are rows
     first[q] … first[q + 1] - 1, in order of their turns.
@@ -106,7 +109,7 @@ class PointIndex:
 class DecisionPoints(collections.abc.Sequence):
     """Rows of a PointIndex as a sequence of DecisionPoint; each is made when asked for."""
 
-    def __init__(self, index: PointIndex, rows: np.ndarray):
+    def __init__(self, index: PointIndex, rows: np.ndarray | range):
         self.index_columns, self.rows = index, rows
 
     def __len__(self) -> int:
@@ -122,63 +125,19 @@ class DecisionPoints(collections.abc.Sequence):
 
 
 class StoreIndex:
-    """`points` (PointIndex) and where each sequence and context lies in its segment."""
+    """Where the sequences and decision points of a version lie. Columns are mapped where the index lies in files."""
 
-    def __init__(self, segments: list[SegmentReader]):
-        """Reads the tables of the segments. A sequence that two segments hold counts once (the first one's)."""
-        self.segments = segments
-        domains = _union(s.codes["domain"] for s in segments)
-        splits = _union(s.codes["split"] for s in segments)
-        sequences, contexts, points, ids, where = [], [], [], [], []
-        context_offset = point_offset = 0
-        for number, reader in enumerate(segments):
-            table = reader.columns("sequences")
-            table["domain"] = _recode(table["domain"], reader.codes["domain"], domains)
-            table["split"] = _recode(table["split"], reader.codes["split"], splits)
-            table["source"] = _recode(table["source"], reader.codes["source"], SOURCE_KINDS)
-            local = np.arange(len(table["turns"]))
-            where.append(np.stack([np.full(len(local), number), local, table["context_start"]], axis=1))
-            table["context_start"] = table["context_start"] + context_offset
-            table["point_start"] = table["point_start"] + point_offset
-            sequences.append(table)
-            contexts.append(reader.columns("contexts"))
-            points.append(reader.columns("points"))
-            ids.append(reader.ids())
-            context_offset += len(contexts[-1]["fork"])
-            point_offset += len(points[-1]["turn"])
-
-        all_ids = np.concatenate(ids) if ids else np.zeros((0, 32), dtype=np.uint8)
-        order = np.lexsort([_key(all_ids, part) for part in (3, 2, 1, 0)])
-        if len(order):
-            ordered = all_ids[order]
-            order = order[np.concatenate([[True], (ordered[1:] != ordered[:-1]).any(axis=1)])]
-        kept = ("context_start", "point_start", "turns", "domain", "source", "split", "success")
-        table = {column: _join(sequences, column)[order] for column in kept}
-        self.where = (np.concatenate(where) if where else np.zeros((0, 3), dtype=np.int64))[order]
-        """int64 [Q, 3]: segment number, row in its `sequences`, row of its first context in its `contexts`."""
-
-        turns = table["turns"]
-        first = np.concatenate([[0], np.cumsum(turns)]).astype(np.int64)
-        sequence = np.repeat(np.arange(len(order), dtype=np.int32), turns)
-        rows = np.repeat(table["point_start"] - first[:-1], turns) + np.arange(first[-1])
-        kept = ("context", "turn", "prefix_tokens", "action_tokens")
-        per_point = {column: _join(points, column)[rows].astype(np.int32) for column in kept}
-        self.points = PointIndex(
-            sequence=sequence,
-            turns=turns[sequence].astype(np.int32),
-            domain=table["domain"][sequence].astype(np.int16),
-            source=table["source"][sequence].astype(np.int8),
-            split=table["split"][sequence].astype(np.int16),
-            success=table["success"][sequence].astype(bool),
-            ids=all_ids[order],
-            first=first,
-            domains=domains,
-            splits=splits,
-            **per_point,
-        )
-        self._context_start = table["context_start"]
-        self._contexts = {c: _join(contexts, c) for c in ("parent", "fork", "token_start")}
-        self._keys = _key(self.points.ids, 0)
+    def __init__(self, names: list[str], part: Part):
+        """names are those of the version's segments, in its order, and `part` the index of all of them."""
+        self.names, self.about = names, part.about
+        columns = {name: part.column(name) for name in COLUMNS}
+        self.where = columns.pop("where")
+        """int32 [Q, 3]: number of the segment, row in its `sequences`, row of its first context in its `contexts`."""
+        self.token_start, self.fork = columns.pop("token_start"), columns.pop("fork")
+        """Per point: where the own tokens of its context begin in the segment's `tokens`, and the context's fork."""
+        domains, splits = (tuple(part.about[name]) for name in ("domains", "splits"))
+        self.points = PointIndex(**columns, domains=domains, splits=splits)
+        self._ids = memoryview(columns["ids"].reshape(-1))
 
     def find(self, sequence_id: str) -> int:
         """The ordinal of a sequence. Raises KeyError naming it if this version does not hold it."""
@@ -186,13 +145,10 @@ class StoreIndex:
             identity = bytes.fromhex(sequence_id)
         except ValueError:
             identity = b""
-        if len(identity) == 32:
-            at = int(np.searchsorted(self._keys, np.uint64(int.from_bytes(identity[:8], "big"))))
-            while at < len(self._keys) and self.points.ids[at, :8].tobytes() == identity[:8]:
-                if self.points.ids[at].tobytes() == identity:
-                    return at
-                at += 1
-        raise KeyError(f"this version of the store holds no sequence {sequence_id!r}")
+        at = find_id(self._ids, identity) if len(identity) == 32 else -1
+        if at < 0:
+            raise KeyError(f"this version of the store holds no sequence {sequence_id!r}")
+        return at
 
     def locate(self, point: DecisionPoint) -> int:
         """The row of a decision point. Raises KeyError if its sequence or the point is not there."""
@@ -203,37 +159,37 @@ class StoreIndex:
             raise KeyError(f"sequence {point.sequence} has no decision point at {place}")
         return row
 
-    def pieces(self, row: int, start: int, stop: int) -> tuple[int, list[tuple[int, int]]]:
-        """Where tokens [start, stop) of a point's context lie: the segment's number and ranges of its `tokens`.
 
-        A context's own tokens lie together; what it shares with its parents lies with them.
-        """
-        ordinal = int(self.points.sequence[row])
-        base = int(self._context_start[ordinal])
-        context = base + int(self.points.context[row])
-        ranges = []
-        while stop > start:
-            fork, token_start = int(self._contexts["fork"][context]), int(self._contexts["token_start"][context])
-            if stop > fork:
-                own = max(start, fork)
-                ranges.append((token_start + own - fork, token_start + stop - fork))
-            stop = min(stop, fork)
-            context = base + int(self._contexts["parent"][context])
-        return int(self.where[ordinal, 0]), ranges[::-1]
+def find_id(ids: memoryview, identity: bytes) -> int:
+    """The place of a hash (32 bytes) among ascending ones (their bytes, one after another); -1 if it is not there."""
+    count = len(ids) // 32
+    at = bisect.bisect_left(range(count), identity, key=lambda n: bytes(ids[32 * n : 32 * n + 32]))
+    return at if at < count and ids[32 * at : 32 * at + 32] == identity else -1
 
 
-def _union(lists: Iterable[list[str]]) -> tuple[str, ...]:
-    return tuple(sorted(set(itertools.chain.from_iterable(lists))))
+class KnownIds:
+    """Which sequences a version holds, for writers: ids in mapped indexes, and a set for segments that have none yet."""
 
+    def __init__(self, storage: Storage, names: list[str], segments: Segments):
+        """Raises DamagedData if the table of ids of a segment cannot be read."""
+        self._mapped: list[memoryview] = []
+        self._ids: set[bytes] = set()
+        for found in cover(storage, names):
+            part = open_index(storage, found)
+            if part is not None:
+                self._mapped.append(memoryview(part.column("ids").reshape(-1)))
+                continue
+            for number in range(found.start, found.stop):
+                self.add_segment(segments(number))
 
-def _recode(codes: np.ndarray, names: list[str], common: tuple[str, ...]) -> np.ndarray:
-    return np.array([common.index(name) for name in names], dtype=np.int64)[codes]
+    def __contains__(self, identity: bytes) -> bool:
+        return identity in self._ids or any(find_id(ids, identity) >= 0 for ids in self._mapped)
 
+    def add_segment(self, reader: SegmentReader) -> None:
+        """Take up the ids of a segment."""
+        data = reader.ids().tobytes()
+        self._ids.update(data[at : at + 32] for at in range(0, len(data), 32))
 
-def _join(tables: list[dict[str, np.ndarray]], column: str) -> np.ndarray:
-    return np.concatenate([t[column] for t in tables]) if tables else np.zeros(0, dtype=np.int64)
-
-
-def _key(ids: np.ndarray, part: int) -> np.ndarray:
-    """uint64 [Q]: bytes 8·part … 8·part + 7 of each id; part 0 orders as the ids do, but for ties."""
-    return np.ascontiguousarray(ids[:, 8 * part : 8 * part + 8]).view(">u8").ravel().astype(np.uint64)
+    def update(self, ids: Iterable[bytes]) -> None:
+        """Take up ids."""
+        self._ids.update(ids)

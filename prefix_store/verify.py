@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
-import pathlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from prefix_store.chunked import DamagedData
-from prefix_store.segment import SegmentReader
+from prefix_store.chunked import ArrayReader, DamagedData
+from prefix_store.segment import Item, SegmentReader
 from prefix_store.trajectory import InvalidSequence, check_sequence, hash_content
-from prefix_store.versions import aside_folders, read_version, unreferenced, version_numbers
+from prefix_store.versions import VersionRemoved, read_number, unreferenced, version_key, version_numbers
 
 if TYPE_CHECKING:
+    from prefix_store.storage import Storage
     from prefix_store.store import PrefixStore
 
 
@@ -35,7 +35,8 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class VerifyReport:
-    """What was checked and what is wrong. `leftovers` and `unreferenced` are harmless remains of killed writers."""
+    """What was checked and what is wrong. `leftovers` and `unreferenced` are harmless remains of killed writers;
+    `quarantined` is PrefixStore.quarantined(): damage that was dealt with before, and what it cost."""
 
     version: str | None
     segments: int
@@ -43,6 +44,7 @@ class VerifyReport:
     problems: tuple[Problem, ...]
     leftovers: tuple[str, ...]
     unreferenced: tuple[str, ...]
+    quarantined: tuple[dict, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -52,10 +54,19 @@ class VerifyReport:
         """Ids of the sequences that have a problem, each once."""
         return sorted({p.sequence for p in self.problems if p.sequence})
 
+    def damaged_segments(self) -> list[str]:
+        """Names of the segments that have a problem, each once."""
+        return sorted({p.place.removeprefix("segment ") for p in self.problems if p.place.startswith("segment ")})
+
     def __str__(self) -> str:
         head = f"version {self.version}: {self.sequences} sequences in {self.segments} segments, "
         lines = [head + ("all sound" if self.ok else f"{len(self.problems)} problems")]
         lines += [f"  {problem}" for problem in self.problems]
+        if self.damaged_segments():
+            lines.append("  `quarantine` makes a version without the damaged segments and saves what is sound in them")
+        if self.quarantined:
+            lost = sum(len(segment["lost"]) + segment["unknown"] for segment in self.quarantined)
+            lines.append(f"  {len(self.quarantined)} segments in quarantine, with which {lost} sequences were lost")
         if self.leftovers or self.unreferenced:
             remains = f"{len(self.leftovers)} leftovers and {len(self.unreferenced)} unreferenced segments"
             lines.append(f"  {remains} of writers that were killed (harmless)")
@@ -69,30 +80,52 @@ class VerifyReport:
 def verify_store(store: PrefixStore) -> VerifyReport:
     """Check every file of the version's segments, every chunk, and every sequence's content against its id."""
     problems: list[Problem] = []
-    for number in version_numbers(store.path):
+    for number in version_numbers(store.storage):
         try:
-            read_version(store.path, number)
+            read_number(store.storage, number)
+        except VersionRemoved:  # by a gc just now
+            continue
         except DamagedData as error:
-            problems.append(Problem("", f"versions/v{number:06d}.json", str(error)))
+            problems.append(Problem("", version_key(number), str(error)))
     entries = store._manifest["segments"]
     checked = 0
     for entry in entries:
-        folder = store.path / "segments" / entry["name"]
-        try:
-            reader = SegmentReader(folder)
-        except DamagedData as error:
-            lost = _ids_without_group(folder, entry["sequences"])
-            problems += [Problem(identity, f"segment {entry['name']}", str(error)) for identity in lost]
-            continue
-        problems += check_segment(reader)
+        problems += problems_of_segment(store.storage, entry)
         checked += entry["sequences"]
     if not any(p.place.startswith("versions/") for p in problems):
-        unnamed = tuple(unreferenced(store.path))
+        unnamed = tuple(unreferenced(store.storage))
     else:
         unnamed = ()
-    return VerifyReport(
-        store.version, len(entries), checked, tuple(problems), tuple(aside_folders(store.path)[0]), unnamed
-    )
+    leftovers = tuple(store.storage.asides()[0])
+    quarantined = tuple(store.quarantined())
+    return VerifyReport(store.version, len(entries), checked, tuple(problems), leftovers, unnamed, quarantined)
+
+
+def problems_of_segment(storage: Storage, entry: dict) -> list[Problem]:
+    """All problems of the segment that a version's entry names."""
+    try:
+        reader = SegmentReader(storage, f"segments/{entry['name']}")
+    except DamagedData as error:
+        place = f"segment {entry['name']}"
+        return [Problem(identity, place, str(error)) for identity in ids_without_group(storage, entry) or [""]]
+    return check_segment(reader)
+
+
+def sound_items(reader: SegmentReader) -> Iterator[Item]:
+    """The sequences of a segment, one after another. Raises DamagedData at the first thing that is not sound: a file that
+    is not the one that was published, or a sequence whose content does not have its id."""
+    for name, wanted in reader.attributes["sha256"].items():
+        try:
+            data = reader.storage.read(f"{reader.key}/{name}")
+        except OSError as error:
+            raise DamagedData(f"segment {reader.name}: {name} cannot be read: {error.strerror or error}") from error
+        if hashlib.sha256(data).hexdigest() != wanted:
+            raise DamagedData(f"segment {reader.name}: {name} is not the file that was published")
+    for row in range(len(reader.array("sequences"))):
+        item = reader.item(row)
+        if hash_content(item.record, item.sequence.contexts) != item.id.hex():
+            raise DamagedData(f"segment {reader.name}: the content of sequence {item.id.hex()} does not have its id")
+        yield item
 
 
 def check_segment(reader: SegmentReader) -> list[Problem]:
@@ -116,7 +149,7 @@ def check_segment(reader: SegmentReader) -> list[Problem]:
     blamed = bool(problems)
     for name, wanted in reader.attributes["sha256"].items():
         try:
-            found = hashlib.sha256((reader.folder / name).read_bytes()).hexdigest()
+            found = hashlib.sha256(reader.storage.read(f"{reader.key}/{name}")).hexdigest()
             message = "" if found == wanted else f"{name} is not the file that was published"
         except OSError as error:
             message = f"{name} cannot be read: {error.strerror or error}"
@@ -159,11 +192,10 @@ def _check_points(reader: SegmentReader, ids: list[str], place: str) -> list[Pro
     return [Problem(ids[row], place, "its decision points do not match its turns") for row in wrong]
 
 
-def _ids_without_group(folder: pathlib.Path, count: int) -> list[str]:
-    """The ids that the segment's own table still tells, although its group file is damaged; [""] where it cannot."""
-    from prefix_store.chunked import ArrayReader
-
+def ids_without_group(storage: Storage, entry: dict) -> list[str]:
+    """The ids that a segment's own table still tells, although its group file is damaged; [] where it cannot."""
     try:
-        return [row.tobytes().hex() for row in ArrayReader(folder / "ids").all()][:count]
-    except (DamagedData, json.JSONDecodeError):
-        return [""]
+        array = ArrayReader(storage, f"segments/{entry['name']}/ids")
+        return [row.tobytes().hex() for row in array.all()][: entry["sequences"]]
+    except DamagedData:
+        return []

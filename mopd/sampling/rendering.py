@@ -8,26 +8,33 @@ returned instead. Text from outside can never become a control token. Knows noth
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from prefix_store.importers.base import RowRefused
 from prefix_store.trajectory import Fingerprint
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
     """The tokenizer of a Hugging Face folder or id. No code from the folder is run."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # noqa: BLE001 - a damaged file raises whatever its parser raises, without its name
+        if isinstance(error, OSError):
+            raise
+        raise ValueError(f"the tokenizer of {folder} cannot be read: {error}") from error
 
 
 def first_message(instruction: str, observation: str) -> str:
@@ -47,6 +54,8 @@ def transcript_messages(transcript: Mapping[str, Any]) -> list[dict[str, str]]:
 
 _VOLATILE_CONFIG = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
 _PROBE = "MOPD probe text"
+_PROBE_NAME = "mopd_probe_name"
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 class RenderingError(ValueError):
@@ -73,11 +82,13 @@ class RenderedTurn:
     prompt   uint32 [T]  all tokens before the action, as the model would have seen them
     action   uint32 [n]  the action's text and the token that ends it
     fork     None where `prompt` continues the turn before; else the number of leading tokens that it shares with it
+    text     the action's text without the token that ended it
     """
 
     prompt: np.ndarray
     action: np.ndarray
     fork: int | None = None
+    text: str = ""
 
 
 class ChatRenderer:
@@ -89,7 +100,8 @@ class ChatRenderer:
     template_options   further values that the template reads (`enable_thinking`, a date)
 
     `escaped` counts, by role, the control tokens found in outside text and made harmless (a space after their first
-    character). Raises RenderingError where there is no template, or no token ends a turn.
+    character); `left_out` counts conversations by what the template has no place for.
+    Raises RenderingError where there is no template, or no token ends a turn.
     """
 
     def __init__(
@@ -109,6 +121,8 @@ class ChatRenderer:
         self.system_role = system_role
         self.template_options = dict(template_options or {})
         self.escaped: collections.Counter[str] = collections.Counter()
+        self.left_out: collections.Counter[str] = collections.Counter()
+        self._abilities: dict[str, bool] = {}
         control = {str(t): i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
         control |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
         self._control_ids = frozenset(control.values())
@@ -131,9 +145,10 @@ class ChatRenderer:
         match = self._control.match(rest) if self._control else None
         return None if match is None else int(self.tokenizer.convert_tokens_to_ids(match.group()))
 
-    def _render(self, messages: list[Message], generate: bool) -> str:
+    def _render(self, messages: list[Message], generate: bool, tools: Any = None) -> str:
         return self.tokenizer.apply_chat_template(
-            [dict(m) for m in messages], tokenize=False, add_generation_prompt=generate, **self.template_options
+            [dict(m) for m in messages], tools=tools, tokenize=False, add_generation_prompt=generate,
+            **self.template_options,
         )
 
     def _encode(self, text: str) -> np.ndarray:
@@ -199,9 +214,7 @@ class ChatRenderer:
 
     def _fork(self, messages: list[Message], context_tokens: np.ndarray) -> Extension:
         tokens = self._encode(self._render(self._clean(messages, actions=True), True))
-        count = min(len(tokens), len(context_tokens))
-        differs = np.nonzero(tokens[:count] != context_tokens[:count])[0]
-        return Extension("fork", tokens, int(differs[0]) if len(differs) else count)
+        return Extension("fork", tokens, _common(tokens, context_tokens))
 
     def action_text(self, ids: np.ndarray) -> str:
         """The text of a sampled action, without the token that ended it."""
@@ -239,9 +252,179 @@ class ChatRenderer:
                 prompt = step.tokens if whole else np.concatenate([context, step.tokens])
                 fork = step.fork if whole else None
             action = self.action_tokens(assistant["content"])
-            turns.append(RenderedTurn(prompt, action, fork))
-            seen.append({**assistant, "content": self.action_text(action)})
+            text = self.action_text(action)
+            turns.append(RenderedTurn(prompt, action, fork, text))
+            seen.append({**assistant, "content": text})
         return turns
+
+    # Conversations that somebody else had
+
+    def turns(self, messages: Sequence[Message], wanted: Sequence[int], tools: Sequence[Any] | None = None
+              ) -> Iterator[RenderedTurn]:
+        """The turns of a finished conversation whose texts were written elsewhere, one for each of the messages `wanted`.
+
+        The prompt of a turn is what the template gives a model that is about to write it (all messages before, the tool
+        list and the generation prompt); its action is what the template renders after that once the message is there, up
+        to the token that ends the turn: tool calls and thinking in the template's own writing. Only what is new behind
+        the last action is tokenised; where the template rewrites what came before, the turn forks.
+
+        Raises prefix_store's RowRefused with the reason: the template refuses the messages, cannot show tool calls or
+        tool results, does not begin the message as its generation prompt does, or the tokenizer does not give an action's
+        text back (a control token inside it among that).
+        """
+        shown, offset = self._outside(messages, set(wanted), tools)
+        tools = None if tools is None else self._harmless(list(tools))
+        context = np.zeros(0, np.uint32)
+        text: str | None = ""  # of the context; None where the template does not show how the last action ended
+        for number in wanted:
+            place = number - offset
+            before = self._try_render(shown[:place], True, tools)
+            said, end = self._said(shown[: place + 1], before, tools, number)
+            if text is not None and before.startswith(text):
+                prompt, fork = np.concatenate([context, self._after(context, before[len(text) :])]), None
+            else:
+                prompt = self._encode(before)
+                fork = _common(prompt, context)
+            action = self._encode(said + end) if end else np.append(self._encode(said), np.uint32(self.end_id))
+            if self.action_text(action) != said:
+                raise RowRefused("action does not survive the tokenizer", f"message {number}: {said[:200]!r}")
+            context = np.concatenate([prompt, action])
+            # A template that writes no end token does not show the one that ended the action: the next turn forks.
+            text = before + said + end if end else None
+            yield RenderedTurn(prompt, action, fork, said)
+
+    def _outside(self, messages: Sequence[Message], wanted: set[int], tools: Sequence[Any] | None
+                 ) -> tuple[list[Message], int]:
+        """Messages with every control token in them made harmless, and by how many places they moved (a system prompt
+        that went into the first message). Raises RowRefused where the template cannot show what they hold."""
+        shown = []
+        for number, message in enumerate(messages):
+            harmless = self._harmless(dict(message), count=message["role"])
+            if number in wanted and harmless != message:
+                raise RowRefused("action does not survive the tokenizer", f"message {number} holds a control token")
+            if message.get("tool_calls") and not self._can("tool_calls"):
+                raise RowRefused("the template has no tool calls", f"message {number}; they can be imported as text "
+                                                                   "(option tools_as_text)")
+            if message["role"] == "tool" and not self._can("tool"):
+                raise RowRefused("the template has no tool results", f"message {number}; they can be imported as text "
+                                                                     "(option tools_as_text)")
+            shown.append(harmless)
+        if tools and not self._can("tools"):
+            self.left_out["a tool list that the template does not show"] += 1
+        if any(m.get("reasoning_content") for m in shown) and not self._can("reasoning_content"):
+            self.left_out["reasoning that the template does not show"] += 1
+        if self.system_role or not shown or shown[0]["role"] != "system":
+            return shown, 0
+        if len(shown) < 2 or shown[1]["role"] != "user":
+            raise RowRefused("the template has no system prompt", "and no user's message comes first to take it")
+        return [{**shown[1], "content": shown[0]["content"] + "\n\n" + shown[1]["content"]}, *shown[2:]], 1
+
+    def _harmless(self, value: Any, count: str = "") -> Any:
+        """A JSON value with every control token in its texts made harmless; counted under `count` if given."""
+        if isinstance(value, str):
+            if count and self._control is not None:
+                found = len(self._control.findall(value))
+                if found:
+                    self.escaped[count] += found
+            return self.sanitise(value)
+        if isinstance(value, Mapping):
+            return {self._harmless(key, count): self._harmless(item, count) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._harmless(item, count) for item in value]
+        return value
+
+    def _said(self, messages: list[Message], before: str, tools: Any, number: int) -> tuple[str, str]:
+        """What the template renders for the last message, an assistant's, after `before`: its text, and the token that
+        ends the turn ("" where the template writes none). From the template's generation marks where it has some, else
+        from rendering with and without the message."""
+        marks: list[tuple[int, int]] = []
+        if self._marked(tools):
+            whole, marks = self._try_marks(messages, tools)
+            common = len(os.path.commonprefix([whole, before]))
+            marks = [mark for mark in marks if mark[1] > common]
+        else:
+            whole = self._try_render(messages, False, tools)
+        stop = marks[-1][1] if marks else len(whole)
+        if whole.startswith(before):
+            start = len(before)
+        elif marks:
+            start = marks[0][0]
+        elif (start := self._after_prompt(whole, messages, before, tools)) < 0:
+            raise RowRefused("the template does not begin the message as its generation prompt does",
+                             f"message {number}: after {before[-40:]!r} it renders {whole[-80:]!r}")
+        # Content holds no control token by now, so any that ends a turn is the template's. What closes a message comes
+        # before what closes a conversation.
+        ends = [(int(self.tokenizer.convert_tokens_to_ids(m.group())), m)
+                for m in (self._control.finditer(whole, start) if self._control else ()) if m.start() <= stop]
+        for wanted in ({self.end_id}, set(self.stop_ids)):
+            found = [m for token, m in ends if token in wanted]
+            if found:
+                return whole[start : found[-1].start()], found[-1].group()
+        return whole[start:stop], ""
+
+    def _after_prompt(self, whole: str, messages: list[Message], before: str, tools: Any) -> int:
+        """Where the last message begins in a rendering whose history is not that of `before` (a template that shows the
+        last message of all in another way): behind the last generation prompt, which has a control token in it and so
+        is the template's own. -1 where the template has no such prompt."""
+        history = self._try_render(messages[:-1], False, tools)
+        prompt = before[len(history) :] if before.startswith(history) else ""
+        if self._control is None or not self._control.search(prompt):
+            return -1
+        at = whole.rfind(prompt)
+        return -1 if at < 0 else at + len(prompt)
+
+    def _after(self, context: np.ndarray, text: str) -> np.ndarray:
+        """uint32 ids of what follows a context that ends with an action."""
+        if not text:
+            return np.zeros(0, np.uint32)
+        if len(context) and int(context[-1]) in self.stop_ids:
+            # Tokenised with the end token in front, as in one piece, and then without it.
+            ids = self._encode(self.tokenizer.convert_ids_to_tokens(int(context[-1])) + text)
+            if len(ids) and ids[0] == context[-1]:
+                return ids[1:]
+        return self._encode(text)
+
+    def _try_render(self, messages: list[Message], generate: bool, tools: Any) -> str:
+        with _refusing():
+            return self._render(messages, generate, tools)
+
+    def _try_marks(self, messages: list[Message], tools: Any) -> tuple[str, list[tuple[int, int]]]:
+        """The rendering and the [start, end) of what its generation marks enclose, in characters."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        with _refusing():
+            rendered, marks = render_jinja_template(
+                conversations=[[dict(m) for m in messages]], tools=tools, return_assistant_tokens_mask=True,
+                chat_template=self.tokenizer.get_chat_template(None, tools),
+                **{**self.tokenizer.special_tokens_map, **self.template_options})
+        return rendered[0], [(int(a), int(b)) for a, b in marks[0]]
+
+    def _marked(self, tools: Any) -> bool:
+        return _GENERATION.search(self.tokenizer.get_chat_template(None, tools)) is not None
+
+    def _can(self, what: str) -> bool:
+        """Whether the template shows "tool_calls", a "tool" message, a list of "tools" or "reasoning_content"."""
+        if what not in self._abilities:
+            user = {"role": "user", "content": "a"}
+            call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": _PROBE_NAME, "arguments": {}}}
+            calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+            tools = None
+            if what == "tool_calls":
+                messages = [user, calling]
+            elif what == "tool":
+                first = calling if self._can("tool_calls") else {"role": "assistant", "content": "b"}
+                messages = [user, first, {"role": "tool", "content": _PROBE_NAME, "name": "b", "tool_call_id": "a1b2c3d4e"}]
+            elif what == "tools":
+                messages = [user]
+                tools = [{"type": "function", "function": {
+                    "name": _PROBE_NAME, "description": "", "parameters": {"type": "object", "properties": {}}}}]
+            else:
+                messages = [user, {"role": "assistant", "content": "b", what: _PROBE_NAME}]
+            try:
+                self._abilities[what] = _PROBE_NAME in self._try_render(messages, False, tools)
+            except RowRefused:
+                self._abilities[what] = False
+        return self._abilities[what]
 
     def transcript(self, transcript: Mapping[str, Any]) -> np.ndarray:
         """uint32 ids of a whole transcript, up to the token that ends its last action. Where the template rewrites
@@ -260,6 +443,24 @@ class ChatRenderer:
             _hash([self.tokenizer.chat_template, self.template_options, self.system_role]),
             "" if model_config is None else config_hash(model_config),
         )
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Turn whatever a chat template raises (its own `raise_exception`, a missing value, a wrong type) into a refusal."""
+    import jinja2
+
+    try:
+        yield
+    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        raise RowRefused("the template refuses the conversation", str(error)[:200] or type(error).__name__) from None
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """Number of leading tokens that two contexts share."""
+    count = min(len(a), len(b))
+    differs = np.nonzero(a[:count] != b[:count])[0]
+    return int(differs[0]) if len(differs) else count
 
 
 def _hash(value: Any) -> str:

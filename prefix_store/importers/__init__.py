@@ -1,7 +1,27 @@
 """Demonstrations in the formats that people have become sequences, token by token, rendered turn by turn."""
 
-from prefix_store.importers.base import ImportResult, Renderer, import_file
-from prefix_store.importers.chat import import_chat
-from prefix_store.importers.transcripts import import_transcripts
+from prefix_store.importers.base import (
+    Conversation,
+    ImportFailed,
+    ImportOptions,
+    ImportResult,
+    Renderer,
+    RowRefused,
+    UnknownFormat,
+)
+from prefix_store.importers.formats import FORMATS
+from prefix_store.importers.run import StoreImport, import_file, import_into
 
-__all__ = ["ImportResult", "Renderer", "import_chat", "import_file", "import_transcripts"]
+__all__ = [
+    "FORMATS",
+    "Conversation",
+    "ImportFailed",
+    "ImportOptions",
+    "ImportResult",
+    "Renderer",
+    "RowRefused",
+    "StoreImport",
+    "UnknownFormat",
+    "import_file",
+    "import_into",
+]

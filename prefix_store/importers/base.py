@@ -1,4 +1,4 @@
-"""What importers share: rows of a JSON lines file, conversations to contexts, and a count of every row not taken.
+"""What importers share: the conversation that a row becomes, how rows are refused, and the count of what became of them.
 
 Rendering comes in as a small protocol; no tokenizer, template or model is known here.
 """
@@ -6,53 +6,16 @@ Rendering comes in as a small protocol; no tokenizer, template or model is known
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from prefix_store.trajectory import (
-    Context,
-    Fingerprint,
-    InvalidSequence,
-    Segment,
-    check_sequence,
-    shared_segments,
-)
-from prefix_store.trajectory import Sequence as Trajectory
+from prefix_store.trajectory import Fingerprint, Source
 
-Message = Mapping[str, str]
-
-
-class Extension(Protocol):
-    """How a conversation goes on: kind "append" (`tokens` follow the context's own) or "fork" (`tokens` are a whole new
-    context that shares its first `fork` tokens with the one before)."""
-
-    kind: str
-    tokens: np.ndarray
-    fork: int
-
-
-class Renderer(Protocol):
-    """Messages ({"role", "content"}) to uint32 token ids through the student's chat template, once per token."""
-
-    def start(self, messages: list[Message]) -> np.ndarray:
-        """The ids of a conversation that ends with a user message, up to where the model writes."""
-
-    def extend(self, messages: list[Message], context_tokens: np.ndarray) -> Extension:
-        """Go on after an action: messages end with the assistant's message and the next user's; context_tokens end with
-        the action."""
-
-    def action_tokens(self, text: str) -> np.ndarray:
-        """The ids of an action written elsewhere, with the token that ends a turn."""
-
-    def action_text(self, ids: np.ndarray) -> str:
-        """The text of an action, without the token that ended it."""
-
-    def fingerprint(self) -> Fingerprint: ...
+Message = Mapping[str, Any]
+Where = int | str
+"""Where a row stands: its line (1 is the first) or number, in a folder "file:line"."""
 
 
 class RowRefused(ValueError):
@@ -63,83 +26,154 @@ class RowRefused(ValueError):
         self.reason = reason
 
 
+class UnknownFormat(ValueError):
+    """A file in no format that is known, or in more than one; the message lists the formats and what was seen."""
+
+
+class ImportFailed(ValueError):
+    """A file that cannot be read at all (damaged, compressed in a way that needs a missing package)."""
+
+
+class Turn(Protocol):
+    """One assistant message as tokens.
+
+    prompt  uint32 [T]  all tokens before the action, as the template gives them to a model about to write it
+    action  uint32 [n]  what the template renders for the message after that, with the token that ends the turn
+    fork    None where `prompt` continues the turn before; else the number of leading tokens that it shares with it
+    text    the action's text without the token that ended it
+    """
+
+    prompt: np.ndarray
+    action: np.ndarray
+    fork: int | None
+    text: str
+
+
+class Renderer(Protocol):
+    """Messages to tokens through the student's chat template; each token is made once."""
+
+    def turns(self, messages: Sequence[Message], wanted: Sequence[int], tools: Sequence[Any] | None = None) -> Iterable[Turn]:
+        """The turns of a finished conversation, in order; one for each message number in `wanted` (an assistant's).
+
+        messages are {"role": system|user|assistant|tool, "content": str, …} with `tool_calls` (OpenAI's form, arguments
+        as objects), `reasoning_content`, `tool_call_id` and `name` where there are any; tools is OpenAI's list. Raises
+        RowRefused where the template cannot render them or the tokenizer does not give an action's text back.
+        """
+
+    def fingerprint(self) -> Fingerprint: ...
+
+
+@dataclasses.dataclass
+class Conversation:
+    """A row in the common form, before it is rendered.
+
+    messages  normalised messages (see `messages.py`); those of the assistant carry "loss": False where nobody is to
+              learn from them: they are context and no decision points
+    actions   texts for replay, one per turn; None takes the rendered text of each turn
+    writers   who wrote each turn; "demonstration" if None
+    source    None makes it a demonstration, named by file and hash of the row
+    """
+
+    messages: list[dict[str, Any]]
+    domain: str | None = None
+    tools: list[Any] | None = None
+    task: str = ""
+    environment: str = ""
+    environment_version: str = ""
+    seed: int = 0
+    split: str = "train"
+    reward: float = 1.0
+    success: bool = True
+    metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+    outcome_metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+    actions: list[str] | None = None
+    writers: list[str] | None = None
+    source: Source | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ImportOptions:
+    """How rows become sequences; each format uses what applies to it.
+
+    domain              that of rows which name none; of transcripts and exports, only rows of this domain are taken
+    max_context_tokens  a row whose context grows beyond is refused; a mapping gives it by domain
+    expert_only         refuse transcripts in which someone else than the expert wrote a turn
+    success_only        refuse rows that failed
+    success_reward      a row with a reward and no word on success succeeded if its reward is at least this
+    system              system prompt of rows that have none
+    tools_as_text       write tool lists, calls and results as Hermes' text (<tool_call>…), for templates without tools
+    messages_of         transcript → messages, just as the agent loop sends them
+    tokenizer           hash of the tokenizer that an export's sequences must have, where no renderer says it
+    """
+
+    domain: str | None = None
+    max_context_tokens: int | Mapping[str, int] | None = None
+    expert_only: bool = False
+    success_only: bool = False
+    success_reward: float = 1.0
+    system: str | None = None
+    tools_as_text: bool = False
+    messages_of: Any = None
+    tokenizer: str | None = None
+
+    def limit(self, domain: str) -> int | None:
+        """The token limit of a domain's contexts; a domain that the mapping does not name has the largest of it."""
+        limit = self.max_context_tokens
+        if isinstance(limit, Mapping):
+            return limit.get(domain, max(limit.values(), default=None))
+        return limit
+
+
 @dataclasses.dataclass
 class ImportResult:
     """What became of a file's rows.
 
-    taken     sequences handed to the sink; turns and tokens count what they hold
-    refused   reason → line numbers of the rows that were not taken (1 is the first line)
-    examples  reason → what was wrong with the first such row
+    format      the format it was read as (of a folder: all of them, in order)
+    taken       sequences handed to the sink, `duplicates` of which were there already; turns and tokens count what they
+                hold
+    refused     reason → where the rows stand that were not taken
+    examples    reason → what was wrong with the first such row
+    skipped     files of a folder that are no trajectories → why
     """
 
     path: str
     format: str
     rows: int = 0
     taken: int = 0
+    duplicates: int = 0
     turns: int = 0
     tokens: int = 0
-    refused: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    refused: dict[str, list[Where]] = dataclasses.field(default_factory=dict)
     examples: dict[str, str] = dataclasses.field(default_factory=dict)
+    skipped: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def counts(self) -> dict[str, int]:
         """"taken" and every reason with its number of rows."""
-        return {"taken": self.taken} | {reason: len(lines) for reason, lines in self.refused.items()}
+        return {"taken": self.taken} | {reason: len(rows) for reason, rows in self.refused.items()}
 
-    def refuse(self, reason: str, line: int, detail: str) -> None:
-        self.refused.setdefault(reason, []).append(line)
-        self.examples.setdefault(reason, f"line {line}: {detail}")
+    def refuse(self, reason: str, where: Where, detail: str) -> None:
+        self.refused.setdefault(reason, []).append(where)
+        self.examples.setdefault(reason, f"{_place(where)}: {detail}"[:300])
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything as plain JSON data, every refused row with its place."""
+        return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        parts = [f"{self.path} ({self.format}): {self.taken} of {self.rows} rows taken"]
-        for reason, lines in self.refused.items():
-            shown = ", ".join(map(str, lines[:10])) + (", …" if len(lines) > 10 else "")
-            parts.append(f"  {len(lines)} {reason} (lines {shown}; {self.examples[reason]})")
+        again = f", {self.duplicates} of them there already" if self.duplicates else ""
+        parts = [f"{self.path} ({self.format}): {self.taken} of {self.rows} rows taken{again}"]
+        for reason, rows in self.refused.items():
+            shown = ", ".join(map(str, rows[:10])) + (", …" if len(rows) > 10 else "")
+            parts.append(f"  {len(rows)} {reason} (lines {shown}; {self.examples[reason]})")
+        parts += [f"  skipped {name}: {why}" for name, why in list(self.skipped.items())[:5]]
+        if len(self.skipped) > 5:
+            parts.append(f"  and {len(self.skipped) - 5} more files skipped")
         return "\n".join(parts)
 
 
-def import_rows(
-    path: str | os.PathLike,
-    form: str,
-    convert: Callable[[dict[str, Any], int], Trajectory],
-    sink: Callable[[Trajectory], Any],
-) -> ImportResult:
-    """Convert each row of a JSON lines file and hand it to `sink` (for instance `store.append`).
-
-    convert(row, line) raises RowRefused for a row it does not take. A row that makes an invalid sequence is refused
-    too. Blank lines are no rows. Raises FileNotFoundError; errors of the sink pass through.
-    """
-    path = pathlib.Path(path)
-    result = ImportResult(path.name, form)
-    with open(path, "rb") as file:
-        for line, data in enumerate(file, 1):
-            if not data.strip():
-                continue
-            result.rows += 1
-            try:
-                sequence = convert(_parse(data), line)
-                check_sequence(sequence)
-            except RowRefused as refusal:
-                result.refuse(refusal.reason, line, str(refusal))
-                continue
-            except InvalidSequence as error:
-                result.refuse("invalid sequence", line, str(error))
-                continue
-            sink(sequence)
-            result.taken += 1
-            result.turns += sequence.turns
-            result.tokens += sum(len(c.tokens) - c.fork for c in sequence.contexts)
-    return result
-
-
-def _parse(data: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(data)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise RowRefused("not JSON", str(error)) from None
-    if not isinstance(row, dict):
-        raise RowRefused("not a JSON object", f"found {type(row).__name__}")
-    return row
+def _place(where: Where) -> str:
+    return f"line {where}" if isinstance(where, int) else where
 
 
 def field(row: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
@@ -154,132 +188,19 @@ def field(row: Mapping[str, Any], name: str, kind: type | tuple[type, ...], defa
     return value
 
 
-def conversation_contexts(
-    messages: Sequence[Message],
-    renderer: Renderer,
-    *,
-    writers: Sequence[str],
-    max_context_tokens: int | None = None,
-) -> tuple[Context, ...]:
-    """The contexts of a finished conversation as an agent would have had them turn by turn.
-
-    messages is an optional system message, then user and assistant messages in turn, with at least one of the
-    assistant's; what follows the last one is not rendered. writers names who wrote each assistant message. The prefix
-    of each turn is exactly what the renderer gives a model that is about to write it; where that rewrites what came
-    before, a child context starts. Behaviour log-probabilities are NaN: no model is known to have sampled these tokens.
-
-    Raises RowRefused: no assistant turn, roles out of order, longer than `max_context_tokens`, or an action whose text
-    the tokenizer does not give back.
-    """
-    head = 1 if messages and messages[0]["role"] == "system" else 0
-    body = list(messages[head:])
-    for number, message in enumerate(body):
-        if message["role"] != ("user", "assistant")[number % 2]:
-            raise RowRefused("roles out of order", f"message {head + number} is the {message['role']}'s")
-    turns = len(body) // 2
-    if turns == 0:
-        raise RowRefused("no assistant turn")
-    if len(writers) != turns:
-        raise ValueError(f"{len(writers)} writers for {turns} turns")
-
-    contexts: list[Context] = []
-    parent, fork = None, 0
-    tokens = np.zeros(0, dtype=np.uint32)
-    segments: list[Segment] = []
-    for turn in range(turns):
-        seen = [*messages[:head], *body[: 2 * turn + 1]]
-        if turn == 0:
-            tokens = np.asarray(renderer.start(seen), dtype=np.uint32)
-            segments = [Segment("prompt", 0, len(tokens), -1)]
-        else:
-            step = renderer.extend(seen, tokens)
-            added = np.asarray(step.tokens, dtype=np.uint32)
-            if step.kind == "fork":
-                contexts.append(_context(tokens, segments, parent, fork))
-                parent, fork = len(contexts) - 1, min(step.fork, len(added) - 1)
-                tokens, segments = added, shared_segments(contexts[parent], fork)
-                at = fork
-            else:
-                at = len(tokens)
-                tokens = np.concatenate([tokens, added])
-            if len(tokens) > at:
-                _extend(segments, Segment("observation", at, len(tokens), turn - 1))
-        text = body[2 * turn + 1]["content"]
-        action = np.asarray(renderer.action_tokens(text), dtype=np.uint32)
-        if renderer.action_text(action) != text:
-            raise RowRefused("action does not survive the tokenizer", f"turn {turn}: {text!r}")
-        segments.append(Segment("action", len(tokens), len(tokens) + len(action), turn, writers[turn]))
-        tokens = np.concatenate([tokens, action])
-        if max_context_tokens is not None and len(tokens) > max_context_tokens:
-            detail = f"{len(tokens)} tokens after turn {turn}, the limit is {max_context_tokens}"
-            raise RowRefused("longer than the limit", detail)
-    contexts.append(_context(tokens, segments, parent, fork))
-    return tuple(contexts)
+def number(row: Mapping[str, Any], name: str, default: Any = ...) -> float:
+    """row[name] as a float; `default` where it is missing. Raises RowRefused for anything but a number that fits one."""
+    value = field(row, name, (int, float), default)
+    try:
+        return value if value is default else float(value)
+    except OverflowError:
+        raise RowRefused("wrong field", f"field {name!r} is too large for a number") from None
 
 
-def _extend(segments: list[Segment], new: Segment) -> None:
-    """Append a segment, or lengthen the last one where it is of the same origin."""
-    if segments and (segments[-1].kind, segments[-1].turn, segments[-1].writer) == (new.kind, new.turn, new.writer):
-        new = dataclasses.replace(new, start=segments.pop().start)
-    segments.append(new)
-
-
-def _context(tokens: np.ndarray, segments: list[Segment], parent: int | None, fork: int) -> Context:
-    logprob = np.full(len(tokens), np.nan, dtype=np.float32)
-    return Context(tokens, logprob, np.full(len(tokens), -1, dtype=np.int32), tuple(segments), parent, fork)
-
-
-def rows_of(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
-    """The rows of a file that are JSON objects."""
-    with open(path, "rb") as file:
-        for data in file:
-            if data.strip():
-                try:
-                    yield _parse(data)
-                except RowRefused:
-                    continue
-
-
-def detect_format(path: str | os.PathLike) -> str:
-    """"transcripts" or "chat", by the first row that is a JSON object. Raises ValueError where it is neither."""
-    for row in rows_of(path):
-        if isinstance(row.get("turns"), list):
-            return "transcripts"
-        if isinstance(row.get("messages"), list):
-            return "chat"
-        raise ValueError(
-            f"{os.fspath(path)}: the first row has neither `turns` (a transcript) nor `messages` (a chat); "
-            f"it has {', '.join(map(repr, list(row)[:8])) or 'no field'}"
-        )
-    raise ValueError(f"{os.fspath(path)} holds no JSON object; expected one per line")
-
-
-def import_file(
-    path: str | os.PathLike,
-    renderer: Renderer,
-    sink: Callable[[Trajectory], Any],
-    *,
-    form: str = "auto",
-    domain: str | None = None,
-    max_context_tokens: int | None = None,
-    expert_only: bool = False,
-    success_only: bool = False,
-    messages_of: Callable[[Mapping[str, Any]], list[Message]] | None = None,
-) -> ImportResult:
-    """Import a JSON lines file of transcripts or chats; `form` is "transcripts", "chat", or "auto" to recognise it.
-
-    The options are those of `import_transcripts` and `import_chat`, each used where it applies.
-    """
-    from prefix_store.importers.chat import import_chat
-    from prefix_store.importers.transcripts import import_transcripts
-
-    form = detect_format(path) if form == "auto" else form
-    if form == "transcripts":
-        options = {"messages_of": messages_of} if messages_of else {}
-        options |= {"expert_only": expert_only, "success_only": success_only}
-        return import_transcripts(
-            path, renderer, sink, domain=domain, max_context_tokens=max_context_tokens, **options
-        )
-    if form == "chat":
-        return import_chat(path, renderer, sink, domain=domain, max_context_tokens=max_context_tokens)
-    raise ValueError(f"format {form!r} is none of auto, transcripts, chat")
+def text_id(row: Mapping[str, Any], *names: str) -> str:
+    """The first of the named fields that is there, as text; "" if none. Raises RowRefused for a list or an object."""
+    for name in names:
+        value = row.get(name)
+        if value is not None and value != "":
+            return str(field(row, name, (str, int, float)))
+    return ""

@@ -99,9 +99,9 @@ def test_killed_writers_leave_the_store_as_it_was(tmp_path):
 
 KILLED = """
 import os, signal, shutil, sys
-from prefix_store import PrefixStore, chunked, disk, segment
+from prefix_store import PrefixStore, disk, segment, storage
 from prefix_store.trajectory import example_sequence
-base, work, limit = sys.argv[1], sys.argv[2], int(sys.argv[3])
+base, work, limit, action = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 
 def child(path, fatal):
     calls = 0
@@ -115,17 +115,24 @@ def child(path, fatal):
                 os.kill(os.getpid(), signal.SIGKILL)
             return function(target, *args, **options)
         return call
-    for name in ("rename", "link", "mkdir", "unlink"):
+    for name in ("rename", "replace", "link", "mkdir", "unlink", "rmdir"):
         setattr(os, name, lethal(getattr(os, name), False))
-    for module in (chunked, disk, segment):
+    for module in (disk, segment, storage):
         module.write_file = lethal(module.write_file, True)
     with PrefixStore.open(path, "a") as store:
-        for seed in (101, 102):
-            store.append(example_sequence(seed))
-        store.commit("more")
+        if action == "compact":
+            store.compact()
+        elif action == "gc":
+            store.gc(keep_versions=1, min_age_seconds=0)
+        elif action == "quarantine":
+            store.quarantine()
+        else:
+            for seed in (101, 102):
+                store.append(example_sequence(seed))
+            store.commit("more")
     os._exit(0)
 
-for fatal in range(1, limit):
+for fatal in range(int(sys.argv[5]), limit, int(sys.argv[5])):
     path = f"{work}/{fatal}"
     shutil.copytree(base, path)
     pid = os.fork()
@@ -138,6 +145,17 @@ for fatal in range(1, limit):
 """
 
 
+def killed_at_every_step(base, work, action, stride=1):
+    """Copies of `base` on which the action was killed before its first, second, … change of the disk (with a stride only
+    at every so manieth)."""
+    work.mkdir()
+    command = [sys.executable, "-c", KILLED, base, work, "400", action, str(stride)]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True)
+    rows = [[int(v) for v in line.split()] for line in answer.stdout.splitlines()]
+    assert len(rows) > 5 and rows[-1][1] == 0 and all(end == -signal.SIGKILL for _, end in rows[:-1]), answer.stderr
+    return [work / str(number) for number, _ in rows[:-1]]
+
+
 def test_killed_at_every_step_of_a_commit(tmp_path):
     """The commit is killed before each folder, rename and link, and in the middle of each file, one after another."""
     base, work = tmp_path / "base", tmp_path / "work"
@@ -145,21 +163,16 @@ def test_killed_at_every_step_of_a_commit(tmp_path):
         old = {store.append(example_sequence(seed)) for seed in range(3)}
         store.commit()
     new = {content_hash(example_sequence(seed)) for seed in (101, 102)}
-    work.mkdir()
-    command = [sys.executable, "-c", KILLED, base, work, "100"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=True)
-    rows = [[int(v) for v in line.split()] for line in answer.stdout.splitlines()]
-    assert len(rows) > 30 and rows[-1][1] == 0 and all(end == -signal.SIGKILL for _, end in rows[:-1])
     happened = []
-    for number, _ in rows[:-1]:
-        store = PrefixStore.open(work / str(number))
+    for number, path in enumerate(killed_at_every_step(base, work, "commit")):
+        store = PrefixStore.open(path)
         ids = set(store.ids())
         assert ids in (old, old | new)
         report = store.verify()
         assert report.ok, str(report)
         happened.append(ids == old | new)
         if number % 7 == 0:  # and life goes on
-            with PrefixStore.open(work / str(number), "a") as again:
+            with PrefixStore.open(path, "a") as again:
                 for seed in (101, 102):
                     again.append(example_sequence(seed))
                 again.commit()
@@ -168,13 +181,54 @@ def test_killed_at_every_step_of_a_commit(tmp_path):
     assert happened == sorted(happened)  # there is one instant at which the commit happens
 
 
+@pytest.mark.parametrize("action", ["compact", "gc", "quarantine"])
+def test_killed_at_every_step_of_tidying(tmp_path, action):
+    base = tmp_path / "base"
+    with PrefixStore.open(base, "w") as store:
+        for number in range(3):
+            for seed in range(2):
+                store.append(example_sequence(2 * number + seed))
+            store.commit()
+        old = set(store.ids())
+        if action == "gc":
+            store.compact()
+        elif action == "quarantine":
+            victim = base / "segments" / store._manifest["segments"][0]["name"]
+            lost = {row.tobytes().hex() for row in store._reader(victim.name).ids()}
+            flip(victim / "tokens" / "c.0")
+    stride = {"compact": 8, "gc": 4, "quarantine": 1}[action]
+    for path in killed_at_every_step(base, tmp_path / "work", action, stride):
+        store = PrefixStore.open(path)
+        if action == "quarantine":
+            assert set(store.ids()) in (old, old - lost)
+            with PrefixStore.open(path, "a") as again:
+                again.quarantine()
+                assert set(again.ids()) == old - lost and again.verify().ok
+            continue
+        assert set(store.ids()) == old
+        for version in {store.versions()[0], store.version}:
+            report = PrefixStore.open(path, version=version).verify()
+            assert report.ok, str(report)
+    with PrefixStore.open(path, "a") as store:
+        store.gc(keep_versions=1, min_age_seconds=0)
+        report = store.verify()
+        assert report.ok and not report.unreferenced and not report.leftovers
+        assert len([p for p in (path / "segments").iterdir() if p.is_dir()]) <= 3
+
+
+def flip(file, at=20):
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
 def test_leftovers_are_ignored_and_named(tmp_path):
     path = tmp_path / "store"
     with PrefixStore.open(path, "w") as store:
         store.append(example_sequence(0))
         store.commit()
     code = "import sys, os; from prefix_store import PrefixStore as P; from prefix_store.trajectory import *;"
-    code += "import prefix_store.store as s; s.SPILL_TOKENS = 1; store = P.open(sys.argv[1], 'a');"
+    code += "import prefix_store.writer as s; s.SPILL_TOKENS = 1; store = P.open(sys.argv[1], 'a');"
     code += "store.append(example_sequence(1)); os.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", code, path])
     shutil.copytree(next(p for p in (path / "segments").iterdir() if p.is_dir()), path / "segments" / "f")
@@ -191,13 +245,15 @@ from prefix_store.trajectory import example_sequence
 store = PrefixStore.open(sys.argv[1], "a")
 for seed in range(400):
     store.append(example_sequence(seed))
+files_before = sum(p.is_file() for p in pathlib.Path(sys.argv[1]).rglob("*"))
 unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, unlimited[1]))
 try:
     store.commit()
 except StoreError as error:
     print(error)
-print(len(store), store.pending, sum(p.is_file() for p in pathlib.Path(sys.argv[1], "tmp").rglob("*")))
+files = [p.name for p in pathlib.Path(sys.argv[1]).rglob("*") if p.is_file()]
+print(len(store), store.pending, sum(name != "lock" for name in files) - files_before)
 resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
 print(store.commit(), len(store))
 """
@@ -213,6 +269,60 @@ def test_a_full_disk_is_said_and_harms_nothing(tmp_path):
     assert "no room left on the device" in error and "nothing was committed and the store is as before" in error
     assert state == "1 400 0" and after == "v000002 401"
     assert PrefixStore.open(path).verify().ok
+
+
+NO_ROOM = """
+import os, pathlib, sys
+from prefix_store import PrefixStore, StoreError
+from prefix_store.trajectory import example_sequence
+path = pathlib.Path(sys.argv[1], "store")
+store = PrefixStore.open(path, "w")
+for number in range(4):
+    store.append(example_sequence(number))
+    store.commit()
+filler = open(pathlib.Path(sys.argv[1], "filler"), "wb", buffering=0)
+try:
+    while True:
+        filler.write(bytes(4096))
+except OSError:
+    filler.truncate(filler.tell() - 40_960)  # ten pages are free, a segment has twenty files
+store.append(example_sequence(4))
+for attempt in (store.commit, store.compact):
+    try:
+        attempt()
+    except StoreError as error:
+        print(error)
+    report = PrefixStore.open(path).verify()
+    print(report.ok, len(store), store.pending, store.version, len(report.unreferenced), flush=True)
+filler.truncate(0)
+print(store.commit(), store.compact(), len(store), store.verify().ok, len(store.info()["segment_names"]))
+"""
+
+
+def test_no_room_on_a_real_file_system(tmp_path):
+    """A file system of 1 MB that is full: neither a commit nor a compaction harms anything, and both work afterwards."""
+    inner = f"mount -t tmpfs -o size=1m tmpfs {tmp_path} && exec {sys.executable} -c '{NO_ROOM}' {tmp_path}"
+    if subprocess.run(["unshare", "-Urm", "sh", "-c", f"mount -t tmpfs -o size=1m tmpfs {tmp_path}"]).returncode != 0:
+        pytest.skip("no small file system can be mounted here")
+    answer = subprocess.run(["unshare", "-Urm", "sh", "-c", inner], capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+    first, after_commit, second, after_compact, end = answer.stdout.splitlines()
+    for error in (first, second):
+        assert "no room left on the device (No space left on device); nothing was committed" in error
+    assert after_commit == after_compact == "True 4 1 v000004 0"
+    assert end == "v000005 v000006 5 True 1"
+
+
+KILL_STORE = pathlib.Path(__file__).parents[2] / "scripts" / "kill_store.py"
+
+
+def test_kills_at_random_instants(tmp_path):
+    """Three writers that append, commit and compact, beside a collector: the script in small."""
+    options = ["--kills", "12", "--seed", "3", "--longest", "0.3", "--location", tmp_path / "store"]
+    answer = subprocess.run([sys.executable, KILL_STORE, *options], capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+    found = json.loads(answer.stdout)
+    assert found["kills"] == 12 and found["committed"] > 0 and sum(found["killed_in"].values()) >= 12
 
 
 def test_a_reader_sees_whole_commits_only(tmp_path):

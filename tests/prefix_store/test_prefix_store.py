@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 import prefix_store.selection
 from prefix_store import ForeignFingerprint, PrefixStore, StoreError, StoreExists, StoreNotFound, check_fingerprint
-from prefix_store import store as store_module
+from prefix_store import segment as segment_module
+from prefix_store import writer as writer_module
 from prefix_store.segment import CHUNK_ROWS
+from prefix_store.storage import LocalStorage
 from prefix_store.trajectory import (
     SOURCE_KINDS,
     DecisionPoint,
@@ -110,7 +112,7 @@ def test_appended_sequences_are_visible_only_after_commit(path):
 
 
 def test_what_was_not_committed_is_gone_and_leaves_nothing(path, monkeypatch):
-    monkeypatch.setattr(store_module, "SPILL_TOKENS", 50)
+    monkeypatch.setattr(writer_module, "SPILL_TOKENS", 50)
     fill(path, [0])
     with PrefixStore.open(path, "a") as store:
         for seed in range(10, 20):
@@ -121,7 +123,7 @@ def test_what_was_not_committed_is_gone_and_leaves_nothing(path, monkeypatch):
 
 
 def test_a_large_append_is_written_aside_and_committed_whole(path, monkeypatch):
-    monkeypatch.setattr(store_module, "SPILL_TOKENS", 300)
+    monkeypatch.setattr(writer_module, "SPILL_TOKENS", 300)
     ids = fill(path, range(30))
     store = PrefixStore.open(path)
     assert store.ids() == sorted(ids) and store.info()["segments"] > 3 and store.versions() == ["v000001"]
@@ -329,7 +331,7 @@ def test_every_array_is_readable_by_stock_zarr(path):
             assert group[name].dtype == reader.array(name).dtype
             assert np.array_equal(group[name][:], reader.array(name).all(), equal_nan=name == "behaviour_logprob")
     # a prefix by hand, as docs/prefix_store.md describes it
-    group = root[f"segments/{store._segments()[0].name}"]
+    group = root[f"segments/{next(store._segments()).name}"]
     columns = group.attrs["prefix_store"]["columns"]
     sequence, context, turn, prefix_tokens, _ = (int(v) for v in group["points"][0])
     assert columns["points"] == ["sequence", "context", "turn", "prefix_tokens", "action_tokens"]
@@ -351,3 +353,37 @@ def test_all_source_kinds_are_kept_apart(path):
             store.append(example_sequence(number, source=kind, domain="game"))
         store.commit()
         assert {k: v["sequences"] for k, v in store.info()["domains"]["game"].items()} == dict.fromkeys(SOURCE_KINDS, 1)
+
+
+def test_an_append_that_was_interrupted_leaves_a_sound_buffer(path, monkeypatch):
+    """A key press between the two halves of an append: what is committed then is whole all the same."""
+    monkeypatch.setattr(segment_module, "PACKED_RUN", 64)
+    for name in segment_module.Packer.COLUMNS:
+        monkeypatch.setitem(CHUNK_ROWS, name, 16)
+    with PrefixStore.open(path, "w") as store:
+        ids = [store.append(example_sequence(seed)) for seed in range(4)]
+        with monkeypatch.context() as patch:
+            patch.setattr(segment_module.Packer, "add", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                store.append(example_sequence(9))
+        ids += [store.append(example_sequence(seed)) for seed in range(4, 8)]
+        store.commit()
+    store = PrefixStore.open(path)
+    assert set(ids) <= set(store.ids()) and store.verify().ok
+    assert all(content_hash(seq) == identity for identity, seq in zip(store.ids(), store, strict=True))
+
+
+def test_a_failed_stage_keeps_the_buffer_and_takes_more(path, monkeypatch):
+    monkeypatch.setattr(segment_module, "PACKED_RUN", 64)
+    for name in segment_module.Packer.COLUMNS:
+        monkeypatch.setitem(CHUNK_ROWS, name, 16)
+    with PrefixStore.open(path, "w") as store:
+        ids = [store.append(example_sequence(seed)) for seed in range(5)]
+        with monkeypatch.context() as patch:
+            full = OSError(28, "No space left on device")
+            patch.setattr(LocalStorage, "put_folder", lambda *_: (_ for _ in ()).throw(full))
+            with pytest.raises(StoreError, match="no room left"):
+                store.commit()
+        ids += [store.append(example_sequence(seed)) for seed in range(5, 9)]
+        store.commit()
+        assert sorted(ids) == store.ids() and store.verify().ok

@@ -7,7 +7,7 @@ import re
 def test_examples_run(tmp_path, monkeypatch):
     page = pathlib.Path(__file__).parents[2] / "docs" / "prefix_store.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     for block in blocks:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefix_store import trajectory
+from prefix_store import validity
 from prefix_store.trajectory import (
     SOURCE_KINDS,
     Context,
@@ -172,21 +172,38 @@ def test_the_payload_of_a_nan_does_not_matter():
 
 @settings(max_examples=200, deadline=None)
 @given(seeds, st.data())
-def test_the_quick_check_of_values_agrees_with_the_one_that_names_the_place(seed, data):
+def test_the_quick_look_never_passes_what_the_close_look_refuses(seed, data):
     seq = example_sequence(seed)
     number = data.draw(st.integers(0, len(seq.contexts) - 1))
     name, values = data.draw(
         st.sampled_from([("behaviour_logprob", [np.nan, -1.0, 0.0, 1.0, np.inf, -np.inf]),
-                         ("weights_version", [-2, -1, 0, 3])])
+                         ("weights_version", [-2, -1, 0, 3]),
+                         ("segments", ["kind", "start", "end", "turn", "writer"])])
     )  # fmt: skip
-    at = data.draw(st.integers(0, len(seq.contexts[number].tokens) - 1))
-    context = _array(seq, name, at, data.draw(st.sampled_from(values)), number).contexts[number]
-    quick = trajectory._values_hold(seq, context, np.isnan(context.behaviour_logprob))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trajectory, "_values_hold", lambda *_: False)
+    if name == "segments":
+        which = data.draw(st.integers(0, len(seq.contexts[number].segments) - 1))
+        field = data.draw(st.sampled_from(values))
+        odd = {"kind": ["prompt", "action", "x"], "writer": ["student@3", "expert"]}.get(field, [-2, -1, 0, 1, 9, 50])
+        seq = _segment(seq, which, number, **{field: data.draw(st.sampled_from(odd))})
+    else:
+        at = data.draw(st.integers(0, len(seq.contexts[number].tokens) - 1))
+        seq = _array(seq, name, at, data.draw(st.sampled_from(values)), number)
+
+    def verdict():
         try:
-            trajectory._check_values(seq, context, "context")
-            slow = True
-        except InvalidSequence:
-            slow = False
-    assert quick == slow
+            check_sequence(seq)
+        except InvalidSequence as error:
+            return str(error)
+        return ""
+
+    quick = verdict()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(validity, "_look_over", lambda *_: None)
+        assert verdict() == quick
+
+
+def test_the_quick_look_is_enough_for_what_models_wrote(monkeypatch):
+    monkeypatch.setattr(validity, "_check_values", lambda *_: pytest.fail("took the close look"))
+    for seed in range(20):
+        check_sequence(example_sequence(seed, source="teacher"))
+        check_sequence(example_sequence(seed, source="student", turns=3, fork=True))

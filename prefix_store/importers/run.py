@@ -1,0 +1,237 @@
+"""Files to sequences: read, recognise, convert, render, check, hand to a sink; and into a store in batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from prefix_store.importers.base import (
+    Conversation,
+    ImportOptions,
+    ImportResult,
+    Renderer,
+    RowRefused,
+    UnknownFormat,
+)
+from prefix_store.importers.contexts import row_source, to_sequence
+from prefix_store.importers.formats import LOOKED_AT, Format, detect_format, format_named, known_formats
+from prefix_store.importers.reading import Row, files_of, read_rows
+from prefix_store.trajectory import Fingerprint, InvalidSequence, Sequence, check_sequence
+
+COMMIT_EVERY = 2000
+# sequences per commit of an import: a killed one leaves what it had committed, and the next run finds that there
+
+Sink = Callable[[Sequence], Any]
+Progress = Callable[[int, int], None]
+
+
+def import_file(
+    path: str | os.PathLike,
+    renderer: Renderer | None,
+    sink: Sink,
+    format: str = "auto",
+    *,
+    progress: Progress | None = None,
+    **options: Any,
+) -> ImportResult:
+    """Import a file, or every file of a folder; hand each sequence to `sink` (for instance `store.append`).
+
+    format    a key of FORMATS, or "auto": each file is recognised by its first rows
+    renderer  None will do for the store's own export, which is not rendered again
+    progress  called with (bytes read, bytes in all)
+    options   the fields of `ImportOptions`
+
+    A row that fails is counted in the result with its reason and place, never raised. Files of a folder in no known
+    format are listed in `skipped`. Raises UnknownFormat for a single file that is not recognised, FileNotFoundError,
+    ImportFailed for a file that cannot be read at all; errors of the sink pass through.
+    """
+    chosen = ImportOptions(**options)
+    wanted = None if format == "auto" else format_named(format)
+    path = pathlib.Path(path)
+    files = files_of(path)
+    result = ImportResult(path.name or str(path), "")
+    if path.is_dir() and not files:
+        raise UnknownFormat(f"{path} holds no file of a known kind")
+    fingerprint = renderer.fingerprint() if renderer is not None else None
+    sizes = [file.stat().st_size for file in files]
+    formats: dict[str, None] = {}
+    for number, file in enumerate(files):
+        before = sum(sizes[:number])
+        told = (lambda done, at=before: progress(at + done, sum(sizes))) if progress else None
+        place = f"{file.relative_to(path)}:" if path.is_dir() else ""
+        try:
+            for form, rows in _opened(file, wanted, told):
+                if renderer is None and form.name != "prefix_store":
+                    raise UnknownFormat(f"{file} is in the format {form.name} and has to be rendered: give a renderer "
+                                        "(a model's tokenizer and chat template)")
+                formats[form.name] = None
+                _import_rows(rows, form, file, place, renderer, fingerprint, sink, chosen, result)
+        except UnknownFormat as error:
+            if not path.is_dir() or renderer is None or wanted is not None:
+                raise
+            result.skipped[str(file.relative_to(path))] = str(error).split(": ", 1)[-1].split(". Known")[0].split("\n")[0]
+    if not formats:
+        raise UnknownFormat(f"{path}: none of its {len(files)} files is in a known format; for example "
+                            + "; ".join(f"{name}: {why}" for name, why in list(result.skipped.items())[:3]))
+    result.format = ", ".join(formats)
+    return result
+
+
+def formats_of(path: str | os.PathLike, format: str = "auto") -> list[str]:
+    """The names of the formats that a file or the files of a folder have, by their first rows; nothing is imported. Raises
+    what `import_file` raises before it takes a row."""
+    if format != "auto":
+        return [format_named(format).name]
+    path = pathlib.Path(path)
+    found: dict[str, None] = {}
+    for file in files_of(path):
+        try:
+            rows = read_rows(file)
+            found[detect_format(list(itertools.islice(rows, LOOKED_AT)), file).name] = None
+            rows.close()
+        except UnknownFormat:
+            if not path.is_dir():
+                raise
+    if not found:
+        raise UnknownFormat(f"{path} holds no file in a known format; known formats:\n{known_formats()}")
+    return list(found)
+
+
+def _opened(file: pathlib.Path, wanted: Format | None, told: Callable[[int], None] | None
+            ) -> Iterator[tuple[Format, Iterator[Row]]]:
+    """A file's format and rows; one item, so that the file is closed whatever happens to the rows."""
+    rows = read_rows(file, told)
+    first = list(itertools.islice(rows, LOOKED_AT))
+    form = wanted or detect_format(first, file)
+    joined = itertools.chain(first, rows)
+    yield form, form.group(joined, file) if form.group else joined
+
+
+def _import_rows(rows: Iterator[Row], form: Format, file: pathlib.Path, place: str, renderer: Renderer | None,
+                 fingerprint: Fingerprint | None, sink: Sink, options: ImportOptions, result: ImportResult) -> None:
+    tokenizer = fingerprint.tokenizer if fingerprint else options.tokenizer
+    for row in rows:
+        where = f"{place}{row.where}" if place else row.where
+        pieces: Iterable[Conversation | Sequence | RowRefused]
+        try:
+            pieces = _pieces(row, form, options)
+        except RowRefused as refusal:
+            pieces = [refusal]
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError, OverflowError) as error:
+            # No row may end an import: whatever the converters did not foresee is a refused row.
+            pieces = [RowRefused("unreadable row", f"{type(error).__name__}: {error}")]
+        for piece in pieces:
+            result.rows += 1
+            try:
+                if isinstance(piece, RowRefused):
+                    raise piece
+                if not isinstance(piece, Sequence):
+                    piece = to_sequence(piece, renderer, fingerprint, row_source(file.name, row.value), options)
+                else:
+                    _check_export(piece, tokenizer, options)
+                    tokenizer = piece.fingerprint.tokenizer
+                check_sequence(piece)
+            except RowRefused as refusal:
+                result.refuse(refusal.reason, where, str(refusal))
+                continue
+            except InvalidSequence as error:
+                result.refuse("invalid sequence", where, str(error))
+                continue
+            except RecursionError as error:
+                result.refuse("unreadable row", where, str(error))
+                continue
+            sink(piece)
+            result.taken += 1
+            result.turns += piece.turns
+            result.tokens += sum(len(c.tokens) - c.fork for c in piece.contexts)
+
+
+def _check_export(sequence: Sequence, tokenizer: str | None, options: ImportOptions) -> None:
+    if options.domain is not None and sequence.domain != options.domain:
+        raise RowRefused("other domain", f"domain {sequence.domain!r}")
+    if tokenizer is not None and sequence.fingerprint.tokenizer != tokenizer:
+        raise RowRefused("written with another tokenizer", f"{sequence.fingerprint.tokenizer}, here it is {tokenizer}")
+    if options.success_only and not sequence.outcome.success:
+        raise RowRefused("not successful", f"reward {sequence.outcome.reward:g}")
+    limit = options.limit(sequence.domain)
+    longest = max(len(c.tokens) for c in sequence.contexts)
+    if limit is not None and longest > limit:
+        raise RowRefused("longer than the limit", f"a context of {longest} tokens, the limit is {limit}")
+
+
+def _pieces(row: Row, form: Format, options: ImportOptions) -> list[Conversation | Sequence]:
+    if row.error:
+        raise RowRefused("not JSON", row.error)
+    if not isinstance(row.value, dict):
+        raise RowRefused("not a JSON object", f"found {type(row.value).__name__}")
+    made = form.convert(row.value, options)
+    if isinstance(made, list) and not made:
+        raise RowRefused("no assistant turn")
+    return made if isinstance(made, list) else [made]
+
+
+@dataclasses.dataclass
+class StoreImport:
+    """What an import did: one result per file or folder, and the store's version afterwards (None: nothing committed)."""
+
+    results: list[ImportResult]
+    version: str | None
+
+    @property
+    def taken(self) -> int:
+        return sum(r.taken for r in self.results)
+
+    @property
+    def refused(self) -> int:
+        return sum(r.rows - r.taken for r in self.results)
+
+
+def import_into(
+    store: Any,
+    paths: Iterable[str | os.PathLike],
+    renderer: Renderer | None,
+    format: str = "auto",
+    *,
+    strict: bool = False,
+    commit_every: int = COMMIT_EVERY,
+    progress: Progress | None = None,
+    **options: Any,
+) -> StoreImport:
+    """Import files and folders into a store that is open for appending, with a commit every `commit_every` sequences.
+
+    With `strict` nothing is committed before the end, and nothing at all if any row was refused. What is there already
+    is counted as a duplicate. The other arguments and errors are those of `import_file`.
+    """
+    results: list[ImportResult] = []
+    version = None
+    names = [pathlib.Path(path) for path in paths]
+    message = f"import of {', '.join(p.name for p in names)}"
+
+    tokenizer = options.pop("tokenizer", None)
+    if renderer is None and tokenizer is None:
+        tokenizer = next((fp.tokenizer for fp in store.fingerprints()), None)
+
+    def sink(sequence: Sequence) -> None:
+        nonlocal tokenizer
+        tokenizer = sequence.fingerprint.tokenizer
+        store.append(sequence)
+        if not strict and store.pending >= commit_every:
+            store.commit(message)
+
+    sizes = [sum(file.stat().st_size for file in files_of(path)) for path in names]
+    for number, path in enumerate(names):
+        before, behind = store.duplicates, sum(sizes[:number])
+        told = (lambda done, _, at=behind: progress(at + done, sum(sizes))) if progress else None
+        result = import_file(path, renderer, sink, format, progress=told, tokenizer=tokenizer, **options)
+        result.duplicates = store.duplicates - before
+        results.append(result)
+    done = StoreImport(results, version)
+    if strict and done.refused:
+        store.close()
+    elif done.taken:
+        done.version = store.commit(message)
+    return done
