@@ -6,22 +6,34 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
-from mopd.config import Config, ConfigError, learner_config, stream_shares
+from mopd.config import (
+    Config,
+    ConfigError,
+    StudentConfig,
+    TeacherConfig,
+    learner_config,
+    resume_turns,
+    stream_shares,
+)
 from mopd.domains import Domain, close_domains
 from mopd.losses import aggregation_schedule, make_objective
 from mopd.sampling.rendering import ChatRenderer, load_tokenizer
+from mopd.sampling.resume import check_replays
 from mopd.schedule import Schedule
 from prefix_store import PrefixStore
+from prefix_store.scores import MEASURED, NEED_DISTRIBUTION, read_scores
 from prefix_store.selection import SelectionOptions, Selector
 from prefix_store.store import check_fingerprint
-from teachers.registry import TeacherRegistry, TeacherSpec, model_revision
+from teachers.registry import Mixture, TeacherRegistry, TeacherSpec, model_revision
 
 
 @dataclasses.dataclass
@@ -61,30 +73,39 @@ def open_launch(config: Config) -> Launch:
                 result = build()
             said.extend(str(w.message) for w in caught if issubclass(w.category, UserWarning))
             return result
-        except (ValueError, OSError, RuntimeError, ImportError) as error:
+        except (ValueError, OSError, RuntimeError, ImportError, TypeError) as error:
             errors.append(f"{key}: {error}")
             return None
 
     from mopd.learner.model import check_model_source
 
+    attempt("run", lambda: _check_place(config.run))
     specs = [TeacherSpec(id=i, model=t.model, trust_remote_code=t.trust_remote_code, dtype=config.deepspeed.dtype)
              for i, t in config.teachers.items()]
-    registry = attempt("teachers", lambda: TeacherRegistry(specs, {n: d.teacher for n, d in config.domains.items()}))
+    registry = attempt("teachers", lambda: TeacherRegistry(
+        specs, {n: d.teacher for n, d in config.domains.items()},
+        mixtures={n: Mixture(d.teacher_weights, d.teacher_mixture) for n, d in config.domains.items() if d.teacher_weights}))
     positions = None
     if attempt("student.model", lambda: check_model_source(config.student.model) or True):
         found["tokenizer"] = attempt("student.model", lambda: load_tokenizer(config.student.model))
         if found["tokenizer"] is not None:
-            positions = attempt("student.model", lambda: _positions(config))
+            positions = attempt("student.model", lambda: _positions(config.student))
     if found.get("tokenizer") is not None:
         found["renderer"] = attempt("student.model", lambda: ChatRenderer(found["tokenizer"]))
     if registry is not None:
         there = [attempt(f"teachers.{t.id}.model", lambda t=t: check_model_source(t.model) or True)
                  for t in registry.route.teachers]
         if all(there) and found.get("tokenizer") is not None:
-            attempt("teachers", lambda: registry.handshake(found["tokenizer"]))
+            if attempt("teachers", lambda: registry.handshake(found["tokenizer"])) is not None:
+                errors += _short_teachers(config, positions)
     train = config.train
+    if config.deepspeed.zero_stage == 3:
+        errors.append("deepspeed.zero_stage: 3 splits the weights of the student, which the sampling engine in this process "
+                      "reads whole; take 0, 1 or 2")
     attempt("train.objective", lambda: make_objective(train.objective, train.objective_options))
     attempt("train.aggregation", lambda: aggregation_schedule(train.aggregation, train.aggregation, 0, 1))
+    if train.aggregation_to is not None:
+        attempt("train.aggregation_to", lambda: aggregation_schedule(train.aggregation_to, train.aggregation_to, 0, 1))
     attempt("train.optimizer", lambda: _check_optimizer(config))
     attempt("train.domain_schedule", lambda: Schedule(config))
     wanted = {(name, stream) for name in config.domains for stream, share in stream_shares(config, name).items()
@@ -98,11 +119,15 @@ def open_launch(config: Config) -> Launch:
         if found.get("renderer") is not None:
             attempt("store", lambda: check_fingerprint(found["store"], found["renderer"].fingerprint()))
         found["selector"] = attempt("selection", lambda: Selector(
-            found["store"], SelectionOptions(
-                strategy=config.selection.strategy, options=config.selection.options,
-                points_per_sequence=config.selection.points_per_sequence, success_only=config.selection.success_only,
-                draw=config.selection.draw), seed=config.seed))
+            found["store"], selection_options(config), seed=config.seed, steps=train.steps,
+            supplied=read_scores(config.selection.scores) if config.selection.scores else None))
         if found["selector"] is not None:
+            if found["selector"].reads:
+                attempt("selection.options", lambda: found["selector"].require_scores(measured_scores(config)))
+            for what, words in (("unknown", "decision points that this version of the store does not have"),
+                                ("not_finite", "scores that are not finite numbers")):
+                if count := found["selector"].supplied.get(what):
+                    said.append(f"selection.scores: {config.selection.scores} has {count} {words}; they are passed over")
             for name, stream in sorted(wanted):
                 attempt(f"domains.{name}: stream {stream}", lambda n=name, s=stream: found["selector"].require(n, s))
     for name, domain in config.domains.items():
@@ -115,6 +140,11 @@ def open_launch(config: Config) -> Launch:
             if positions is not None and domain.max_context_tokens > positions:
                 errors.append(f"domains.{name}.max_context_tokens: {domain.max_context_tokens} is more than the "
                               f"{positions} positions of the model {config.student.model}")
+            if resume_turns(config, name) > 1 and found["selector"] is not None and found.get("renderer") is not None:
+                for stream in sorted(s for n, s in wanted if n == name and found["selector"].available(n, s)["sequences"]):
+                    if problem := _replay_problem(config, built, stream, found, said):
+                        errors.append(problem)
+    supplied = None if found["selector"] is None else found["selector"].digest
     if errors:
         close_domains(found["domains"])
         if found["store"] is not None:
@@ -124,8 +154,50 @@ def open_launch(config: Config) -> Launch:
                 "student": {"model": config.student.model, "revision": model_revision(config.student.model)},
                 "store": None if found["store"] is None else {"path": config.store, "version": found["store"].version},
                 "fingerprint": dataclasses.asdict(found["renderer"].fingerprint()), "warnings": said}
+    if supplied:
+        manifest["selection"] = {"scores": config.selection.scores, "sha256": supplied}
     return Launch(config, found["tokenizer"], found["renderer"], registry, found["domains"], found["store"],
                   found["selector"], manifest, said)
+
+
+def selection_options(config: Config) -> SelectionOptions:
+    """`config.selection` as the selector takes it. Raises ValueError for values that it refuses."""
+    given = config.selection
+    plain = {name: getattr(given, name) for name in (
+        "strategy", "options", "points_per_sequence", "success_only", "max_prefix_tokens", "min_turns_from_end",
+        "max_turns_from_end", "quotas", "draw", "update_scores", "record_scores", "score_smoothing")}
+    return SelectionOptions(**plain, sources=tuple(given.sources) or None, splits=tuple(given.splits) or None)
+
+
+def measured_scores(config: Config) -> tuple[str, ...]:
+    """The scores that a run of this config measures at decision points: where teachers give the sampled token's score
+    alone, nothing is known of their distribution."""
+    objective = make_objective(config.train.objective, config.train.objective_options)
+    return MEASURED if objective.needs == "full" else tuple(n for n in MEASURED if n not in NEED_DISTRIBUTION)
+
+
+def _replay_problem(config: Config, domain: Domain, stream: str, found: dict[str, Any], said: list[str]) -> str:
+    """Why the student cannot play on from the stored sequences of a domain's stream, "" where it can; warnings go to
+    `said`."""
+    turns = resume_turns(config, domain.name)
+    try:
+        said += check_replays(domain, found["store"], found["selector"], found["renderer"], stream)
+        return ""
+    except Exception as error:  # noqa: BLE001 - whatever an environment raises, the launch says it with the others
+        return (f"domains.{domain.name}: {turns} turns are to be played on from stored points of stream {stream}, but the "
+                f"environment there cannot be restored: {error}. Set domains.{domain.name}.resume_turns=1 (one fresh turn "
+                "needs no environment), or give this stream no share (train.teacher_prefix_share)")
+
+
+def _check_place(run: str) -> None:
+    """Raise ValueError where the run's folder cannot be made or written to."""
+    place = Path(run).absolute()
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        raise ValueError(f"{run} cannot be a folder, because {place} is a file; name another with run=FOLDER")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ValueError(f"nothing can be written to {place}; name another folder with run=FOLDER")
 
 
 def _check_optimizer(config: Config) -> None:
@@ -133,12 +205,25 @@ def _check_optimizer(config: Config) -> None:
         raise ValueError("; ".join(found))
 
 
-def _positions(config: Config) -> int | None:
-    """How many tokens the student's model can hold; None where its config does not say."""
+def _positions(given: StudentConfig | TeacherConfig) -> int | None:
+    """How many tokens a model can hold; None where its config does not say."""
     from transformers import AutoConfig
 
-    shape = AutoConfig.from_pretrained(config.student.model, trust_remote_code=config.student.trust_remote_code)
+    shape = AutoConfig.from_pretrained(given.model, trust_remote_code=given.trust_remote_code)
     return getattr(shape.get_text_config(), "max_position_embeddings", None)
+
+
+def _short_teachers(config: Config, students: int | None) -> list[str]:
+    """Domains whose episodes fit the student's positions but may grow longer than their teacher can read: it would score
+    them all the same, wrongly."""
+    errors = []
+    for name, domain in config.domains.items():
+        for teacher in domain.teacher_weights or (domain.teacher,):
+            positions = _positions(config.teachers[teacher])
+            if positions is not None and positions < domain.max_context_tokens <= (students or float("inf")):
+                errors.append(f"domains.{name}.max_context_tokens: {domain.max_context_tokens} is more than the {positions} "
+                              f"positions of its teacher '{teacher}' ({config.teachers[teacher].model})")
+    return errors
 
 
 def check_launch(config: Config) -> dict[str, Any]:
@@ -156,12 +241,40 @@ def check_launch(config: Config) -> dict[str, Any]:
                           if stream_shares(config, name)[s] > 0}
             domains[name] = {
                 "environment": domain.config.environment, "teacher": domain.config.teacher, "share": domain.config.share,
+                "mixture": launch.manifest.get("mixtures", {}).get(name),
                 "tasks": {split: len(domain.family.tasks(split)) for split in ("train", "development", "test")},
-                "streams": stream_shares(config, name), "stored": points}
+                "streams": stream_shares(config, name), "stored": points, "resume_turns": resume_turns(config, name)}
+        selection = None if launch.selector is None else say_selection(launch.selector, config)
         return {"errors": [], "warnings": launch.warnings, "teachers": launch.manifest["teachers"], "domains": domains,
-                "store": launch.manifest["store"], "objective": config.train.objective}
+                "store": launch.manifest["store"], "objective": config.train.objective, "selection": selection}
     finally:
         launch.close()
+
+
+def say_selection(selector: Selector, config: Config) -> str:
+    """How decision points are drawn, in words: "geometric (kappa 0.6), draw distinct, at most 2 points of a trajectory"."""
+    options = selector.options
+    given = ", ".join(f"{name} {value}" for name, value in sorted(options.options.items()))
+    said = [options.strategy + (f" ({given})" if given else ""), f"draw {options.draw}"]
+    if config.selection.points_per_sequence:
+        said.append(f"at most {config.selection.points_per_sequence} points of a trajectory")
+    if selector.reads:
+        source = [f"{selector.supplied['points']} decision points scored by {config.selection.scores}"] if selector.supplied \
+            else []
+        measured = selector.wants_scores and set(selector.reads) & set(MEASURED)
+        source += ["measured in training"] if measured else ["fixed"]
+        said.append(f"by the score {', '.join(selector.reads)} ({', '.join(source)})")
+    said += [f"at most {quota} points of {domain} a step and stream" for domain, quota in options.quotas.items()]
+    return ", ".join(said)
+
+
+def _say_teachers(domain: dict[str, Any], teachers: dict[str, Any]) -> str:
+    """Who scores a domain: "teacher game 0123456789ab", or the parts of a mixture."""
+    if not (mixture := domain["mixture"]):
+        return f"teacher {domain['teacher']} {teachers[domain['teacher']]['revision'][:12]}"
+    total = sum(mixture["weights"].values())
+    parts = [f"{weight / total:.3g} {name} {teachers[name]['revision'][:12]}" for name, weight in mixture["weights"].items()]
+    return f"teachers {', '.join(parts)}, mixed in {mixture['kind'].replace('_', ' ')}"
 
 
 def print_check(result: dict[str, Any]) -> None:
@@ -176,11 +289,15 @@ def print_check(result: dict[str, Any]) -> None:
     for name, domain in result["domains"].items():
         tasks = ", ".join(f"{n} {split}" for split, n in domain["tasks"].items())
         console.print(f"[bold]{name}[/bold]: share {domain['share']:g}, environment {domain['environment']} ({tasks} tasks), "
-                      f"teacher {domain['teacher']} {result['teachers'][domain['teacher']]['revision'][:12]}", soft_wrap=True)
+                      + _say_teachers(domain, result["teachers"]), soft_wrap=True)
         for stream, weight in domain["streams"].items():
             if weight:
                 stored = domain["stored"].get(stream)
                 console.print(f"    {weight:.0%} {stream}" + (
                     "" if stored is None else f", from {stored['sequences']} stored sequences with "
-                    f"{stored['decision_points']} decision points"), soft_wrap=True)
+                    f"{stored['decision_points']} decision points" + (
+                        f", {domain['resume_turns']} turns from each in a restored environment (tried)"
+                        if domain["resume_turns"] > 1 else "")), soft_wrap=True)
+    if result.get("selection"):
+        console.print(f"Decision points are drawn by {escape(result['selection'])}.", soft_wrap=True)
     console.print("Nothing stands in the way of this run.")

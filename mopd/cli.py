@@ -6,6 +6,7 @@ Exit status: 0 done, 1 failed, 2 wrong usage or configuration.
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import signal
@@ -16,10 +17,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from mopd.store_commands import StorageOptions, storage_options
+from mopd.store_commands import app as store_app
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="Merge domain-expert language models into one student (MOPD²).")
 teacher_app = typer.Typer(no_args_is_help=True, help="Make domain teachers.")
-store_app = typer.Typer(no_args_is_help=True, help="Look into a prefix store.")
 app.add_typer(teacher_app, name="teacher")
 app.add_typer(store_app, name="store")
 console = Console(stderr=True, highlight=False)
@@ -28,6 +31,10 @@ ConfigPath = Annotated[Path, typer.Argument(help="YAML file; configs/ holds read
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, for example train.steps=100 seed=2")]
 Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON")]
 DEMO = Path(__file__).resolve().parent.parent / "configs" / "demo.yaml"
+
+
+# What the system refuses and no bug can be: a traceback would only hide which path it was.
+_OF_THE_SYSTEM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR)
 
 
 class WrongUsage(ValueError):
@@ -68,6 +75,28 @@ def study(overrides: Overrides = None,
     run_study(config, overrides or [], quick=quick, fresh=fresh)
 
 
+@app.command("study-prefix")
+def study_prefix(overrides: Overrides = None,
+                 config: Annotated[Path | None, typer.Option(help="The recipe; by default configs/study_prefix.yaml")] = None,
+                 quick: Annotated[bool, typer.Option("--quick", help="A few arms at a small size, in minutes")] = False,
+                 fresh: Annotated[bool, typer.Option("--fresh", help="Throw earlier results of this study away")] = False):
+    """Which stored prefixes, how many fresh turns, whose: every combination on the demo's teachers, at an equal budget."""
+    from mopd.study_prefix import run_study_prefix
+
+    run_study_prefix(config, overrides or [], quick=quick, fresh=fresh)
+
+
+@app.command("study-prefix-runs", hidden=True)
+def study_prefix_runs(config: ConfigPath, overrides: Overrides = None,
+                      run: Annotated[list[str] | None, typer.Option(help="ARM@SEED=KEY; may be repeated")] = None,
+                      marker: Annotated[Path, typer.Option(help="File written at the end")] = Path("runs.json")):
+    """A part of the prefix study in one process."""
+    from mopd.study_prefix import run_arms
+
+    load(config, overrides)
+    run_arms(config, overrides or [], run or [], marker)
+
+
 @app.command()
 def demonstrate(config: ConfigPath, overrides: Overrides = None,
                 domain: Annotated[str, typer.Option(help="Which domain's expert plays")] = "",
@@ -89,14 +118,56 @@ def base(config: ConfigPath, overrides: Overrides = None,
 
 
 @app.command("import")
-def import_file(config: ConfigPath, overrides: Overrides = None,
-                file: Annotated[list[Path] | None, typer.Option(help="Transcripts or chat messages, JSON lines")] = None,
-                domain: Annotated[str, typer.Option(help="Domain of chat messages that name none")] = "",
-                expert_only: Annotated[bool, typer.Option(help="Take only episodes that an expert played alone")] = True):
-    """Put demonstrations into the prefix store, rendered by the student's chat template."""
-    from mopd.domains import import_demonstrations
+def import_command(
+    sources: Annotated[list[str] | None, typer.Argument(
+        metavar="FILE… | CONFIG.yaml [key=value…]", help="Files or folders, and a configuration if there is one")] = None,
+    file: Annotated[list[Path] | None, typer.Option(help="A file or folder; may be repeated")] = None,
+    store: Annotated[str | None, typer.Option(help="Folder or URL of the store; by default the configuration's")] = None,
+    model: Annotated[str | None, typer.Option(help="Folder with tokenizer and chat template; or the student's")] = None,
+    domain: Annotated[str, typer.Option(help="Domain of rows that name none")] = "",
+    format: Annotated[str, typer.Option(help="auto recognises it; `--format list` says what there is")] = "auto",
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Refuse rows whose context is longer")] = None,
+    expert_only: Annotated[bool, typer.Option(help="Of transcripts, only episodes that an expert played alone")] = True,
+    success_only: Annotated[bool, typer.Option("--success-only", help="Refuse rows that failed")] = False,
+    success_reward: Annotated[float, typer.Option(help="A row with a reward alone succeeded from this on")] = 1.0,
+    system: Annotated[str | None, typer.Option(help="System prompt of rows that have none")] = None,
+    tools_as_text: Annotated[bool, typer.Option(
+        "--tools-as-text", help="Tool lists, calls and results as <tool_call> text, for templates without tools")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Import nothing if any row is refused")] = False,
+    report: Annotated[Path | None, typer.Option(help="File for every row that was not taken, as JSON")] = None,
+    storage_option: StorageOptions = None, as_json: Json = False,
+):
+    """Put demonstrations into the prefix store, rendered by a model's chat template."""
+    from mopd.importing import import_from_config, run_import
 
-    import_demonstrations(load(config, overrides), file or [], domain or None, expert_only=expert_only)
+    if format == "list":
+        from prefix_store.importers.formats import known_formats
+
+        print(known_formats())
+        return
+    configs, overrides, files = [], [], [str(path) for path in file or []]
+    for source in sources or []:
+        if source.endswith((".yaml", ".yml")):
+            configs.append(Path(source))
+        elif "=" in source and not Path(source).exists():
+            overrides.append(source)
+        else:
+            files.append(source)
+    if len(configs) > 1 or (overrides and not configs):
+        raise WrongUsage(f"one configuration and its key=value, please, not {', '.join(map(str, configs)) or overrides[0]}")
+    options = {"format": format, "expert_only": expert_only, "success_only": success_only,
+               "success_reward": success_reward, "system": system,
+               "tools_as_text": tools_as_text, "strict": strict, "report": report, "as_json": as_json,
+               **storage_options(storage_option)}
+    if configs:
+        code = import_from_config(load(configs[0], overrides), files, domain or None, store=store, model=model,
+                                  max_tokens=max_tokens, **options)
+    elif store is None:
+        raise WrongUsage("--store: name the store, or a configuration (*.yaml) that does")
+    else:
+        code = run_import(files, store, model, domain=domain or None, max_tokens=max_tokens, **options)
+    if code:
+        raise typer.Exit(code)
 
 
 @teacher_app.command("sft")
@@ -159,7 +230,7 @@ def evaluate_command(config: ConfigPath, overrides: Overrides = None,
         models[name] = folder
     for name in domain or []:
         need_domain(config, overrides, name)
-    result = evaluate_models(loaded, models, domain or list(loaded.domains))
+    result = evaluate_models(loaded, models, domain or list(loaded.domains), report=not as_json)
     if as_json:
         print(json.dumps(result))
 
@@ -188,6 +259,24 @@ def check(config: ConfigPath, overrides: Overrides = None, as_json: Json = False
 
 
 @app.command()
+def selftest(config: ConfigPath, overrides: Overrides = None, as_json: Json = False):
+    """Prove the training signal on your own student, teachers and objective: alignment, masks, identity, splits."""
+    import dataclasses
+
+    loaded = load(config, overrides)
+    from mopd.run import selftest_run
+    from mopd.selftest import print_checks
+
+    checks = selftest_run(loaded)
+    if as_json:
+        print(json.dumps([dataclasses.asdict(check) for check in checks]))
+    else:
+        print_checks(checks)
+    if any(check.passed is False for check in checks):
+        raise typer.Exit(1)
+
+
+@app.command()
 def report(run: Annotated[Path, typer.Argument(help="A run's folder")], as_json: Json = False,
            markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown")] = False):
     """Write results.json and report.html of a run and print its table."""
@@ -206,46 +295,6 @@ def report(run: Annotated[Path, typer.Argument(help="A run's folder")], as_json:
     else:
         print_results(results, Console(highlight=False))
         console.print(f"Report: {page}", soft_wrap=True)
-
-
-@store_app.command("info")
-def store_info(path: Path, as_json: Json = False):
-    """What is in a store: sequences, decision points, domains, sources, versions."""
-    from prefix_store import PrefixStore
-
-    info = PrefixStore.open(path, "r").info()
-    if as_json:
-        print(json.dumps(info, default=str))
-        return
-    for key, value in info.items():
-        console.print(f"{key}: {value}")
-
-
-@store_app.command("verify")
-def store_verify(path: Path, as_json: Json = False):
-    """Check every checksum and rule; exit status 1 if something is damaged."""
-    from prefix_store import PrefixStore
-
-    result = PrefixStore.open(path, "r").verify()
-    problems = [str(problem) for problem in result.problems]
-    if as_json:
-        print(json.dumps({"sequences": result.sequences, "problems": problems}))
-    else:
-        console.print(f"{result.sequences} sequences checked, {len(problems)} problems")
-        for problem in problems:
-            console.print(f"  {problem}", markup=False)
-    if problems:
-        raise typer.Exit(1)
-
-
-@store_app.command("show")
-def store_show(path: Path, sequence: Annotated[str, typer.Argument(help="Sequence id, or its first characters")],
-               model: Annotated[Path | None, typer.Option(help="Folder with the tokenizer, to show text")] = None,
-               as_json: Json = False):
-    """Print one sequence readably: segments, decision points, outcome."""
-    from mopd.show import show_sequence
-
-    show_sequence(path, sequence, model, as_json)
 
 
 def need_domain(path: Path, overrides: list[str] | None, name: str) -> str:
@@ -272,7 +321,9 @@ def main() -> None:
     except Exception as error:
         code = _fail(error)
     if code == 130:  # the command line library turns an interrupt into this status
-        console.print("interrupted; the same command goes on from here")
+        goes_on = {"demo", "study", "study-prefix", "train", "teacher"} & set(sys.argv[1:2])
+        console.print("interrupted; the same command " + ("goes on from here" if goes_on else
+                      "starts again, and nothing half-done is left"))
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -283,6 +334,11 @@ def _fail(error: Exception) -> int:
     if callable(show):  # wrong usage, found by the command line library
         show()
         return 2
+    if isinstance(error, OSError) and type(error).__module__ == "builtins" and error.errno in _OF_THE_SYSTEM:
+        console.print("[red]error:[/red] ", end="")
+        console.print(f"{error.strerror}: {error.filename or 'while writing'}. Make room, or name another place (run=FOLDER, "
+                      "--out); what was finished is kept", soft_wrap=True, markup=False)
+        return 1
     # As `python -m mopd.cli` this file is __main__.
     if type(error).__module__.split(".")[0] not in ("mopd", "teachers", "prefix_store", "__main__"):
         raise error

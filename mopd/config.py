@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from pathlib import Path
@@ -14,7 +15,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
+from mopd.config_ranges import range_errors
 from mopd.rows import STREAMS
 
 
@@ -33,8 +36,11 @@ class DomainConfig:
     environment: str = ""  # a registered name, or package.module:factory from your own package
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     teacher: str = ""  # an id under `teachers`
+    teacher_weights: dict[str, float] = dataclasses.field(default_factory=dict)  # several teachers score together
+    teacher_mixture: str = "probability"  # probability | log_space
     share: float = 1.0
     prefix_fraction: float | None = None  # overrides train.prefix_fraction for this domain
+    resume_turns: int | None = None  # overrides train.resume_turns for this domain
     system_prompt: str | None = None  # replaces the environment's own
     max_turns: int = 12
     max_turn_tokens: int = 24
@@ -75,6 +81,8 @@ class OptimizerConfig:
 class DeepSpeedConfig:
     zero_stage: int = 0
     dtype: str = "float32"
+    gradient_checkpointing: bool = False
+    logits_mib: float = 256.0  # memory for a chunk of logits and what is made of them
     raw: dict[str, Any] = dataclasses.field(default_factory=dict)  # merged over the generated DeepSpeed config
 
 
@@ -129,11 +137,21 @@ class CollectConfig:
 class SelectionConfig:
     """Which decision points of a stored trajectory the student resumes from."""
 
-    strategy: str = "uniform"  # uniform | uniform_depth | geometric | package.module:factory
+    strategy: str = "uniform"  # uniform | uniform_depth | geometric | curriculum | weighted | pivot | package.module:factory
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    points_per_sequence: int = 0  # 0: all of them
+    points_per_sequence: int = 0  # 0: as many as their weights allow
     success_only: bool = True
+    max_prefix_tokens: int | None = None
+    min_turns_from_end: int = 0
+    max_turns_from_end: int | None = None
+    sources: list[str] = dataclasses.field(default_factory=list)  # of a stream's source kinds only these; none: all
+    splits: list[str] = dataclasses.field(default_factory=list)  # only tasks of these splits; none: all
+    quotas: dict[str, int] = dataclasses.field(default_factory=dict)  # domain → most decision points of a step and stream
     draw: str = "distinct"  # replacement | distinct (within a step) | epoch (until all were drawn)
+    scores: str = ""  # file of scores to begin with
+    update_scores: bool = True  # measure scores in training, where the strategy draws by them
+    record_scores: bool = False  # measure scores whatever the strategy, and write them down
+    score_smoothing: float = 0.0  # weight of the past where a point is measured again
 
 
 @dataclasses.dataclass
@@ -142,15 +160,20 @@ class TrainConfig:
 
     name: str = "student_mixed"
     steps: int = 200
+    sampled_tokens: int | None = None  # a budget beside `steps`: the run ends with the step that reaches it
     samples_per_step: int = 18  # tasks and stored trajectories together, over all domains
     prefix_fraction: float = 0.5  # share of a domain's samples that resume from stored prefixes
     teacher_prefix_share: float = 0.5  # of those, share whose prefix a teacher played; the rest is demonstrations
     demonstration_fraction: float = 0.0  # weight of the stored turns' own stream (off)
+    prefix_gradient: str = "full"  # full | none: prefixes of fresh turns are computed without a graph
     group_size: int = 1  # sequences per rollout task
+    outcome_std_normalise: bool = False  # outcome advantages over the standard deviation of their group
     fresh_turns: int = 1  # fresh turns per decision point
+    resume_turns: int = 1  # turns that the student plays on from a decision point; above 1 its environment is restored
     objective: str = "forward_kl"
     objective_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     aggregation: str = "token_mean"
+    aggregation_to: str | None = None  # the mode to which aggregation moves linearly until the end of the run
     balance: str = "none"  # none | fixed | normalised
     balance_weights: dict[str, float] = dataclasses.field(default_factory=dict)
     domain_schedule: str = "adaptive"  # static | adaptive
@@ -161,6 +184,8 @@ class TrainConfig:
     adaptive_kl_smoothing: float = 0.9
     adaptive_patience: int = 40  # steps without a new low of the reverse KL after which a share no longer grows
     temperature: float = 1.0
+    max_staleness: int = 4  # tokens that older weights than these many versions ago sampled are left out
+    staleness_decay: float = 1.0  # weight of a token per version of age
     micro_batch_tokens: int = 4096
     sampling_batch: int = 96
     checkpoint_every: int = 50
@@ -169,6 +194,7 @@ class TrainConfig:
     cold_alert: float = 0.3  # share of experts with less than a tenth of the mean
     max_infra_failure_share: float = 0.5  # above it a run stops instead of training on what is left
     tensorboard: bool = False
+    selftest: bool = True
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
 
 
@@ -191,6 +217,18 @@ class StudyConfig:
 
 
 @dataclasses.dataclass
+class StudyPrefixConfig:
+    """Factors of `mopd study-prefix`: every combination of their levels is an arm, named level-level-…"""
+
+    seeds: list[int] = dataclasses.field(default_factory=lambda: [1, 2])
+    factors: dict[str, dict[str, list[str]]] = dataclasses.field(default_factory=dict)  # factor → level → overrides
+    common: list[str] = dataclasses.field(default_factory=list)  # overrides of every arm, before those of its levels
+    only: list[str] = dataclasses.field(default_factory=list)  # patterns of arm names, such as "uniform-*"; none: all arms
+    evaluation: list[str] = dataclasses.field(default_factory=list)  # overrides for the study's evaluation
+    runs_per_process: int = 4  # arms that one process trains in turn: fewer starts, longer jobs
+
+
+@dataclasses.dataclass
 class Config:
     run: str = "runs/demo"
     seed: int = 1
@@ -209,6 +247,7 @@ class Config:
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     evaluate: EvaluateConfig = dataclasses.field(default_factory=EvaluateConfig)
     study: StudyConfig = dataclasses.field(default_factory=StudyConfig)
+    study_prefix: StudyPrefixConfig = dataclasses.field(default_factory=StudyPrefixConfig)
     deepspeed: DeepSpeedConfig = dataclasses.field(default_factory=DeepSpeedConfig)
     seeds: list[int] = dataclasses.field(default_factory=lambda: [1])  # training seeds of `mopd demo`
 
@@ -220,14 +259,18 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
     """
     raw = _read(Path(path), ())
     errors: list[str] = []
-    dotted = []
     for item in overrides:
-        if "=" not in item:
+        key, equals, _ = item.partition("=")
+        if not equals or not key.strip():
             errors.append(f"{item}: an override is written key=value, for example train.steps=100")
-        else:
-            dotted.append(item)
+            continue
+        try:
+            raw = OmegaConf.merge(raw, OmegaConf.from_dotlist([item]))
+        except YAMLError as error:
+            errors.append(f"{item}: the value is not valid YAML: {_one_line(error)}")
+        except (OmegaConfBaseException, TypeError, ValueError) as error:
+            errors.append(f"{item}: does not fit what {key} is elsewhere: {_one_line(error)}")
     try:
-        raw = OmegaConf.merge(raw, OmegaConf.from_dotlist(dotted))
         plain = OmegaConf.to_container(raw, resolve=False)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {_one_line(error)}") from error
@@ -263,13 +306,17 @@ def semantic_errors(config: Config) -> list[str]:
         elif domain.teacher not in config.teachers:
             errors.append(f"domains.{name}.teacher: no teacher '{domain.teacher}' under teachers; "
                           f"there {_names(config.teachers)}")
+        errors += _mixture_errors(config, name)
         if domain.share < 0:
             errors.append(f"domains.{name}.share: {domain.share} is negative")
         if domain.prefix_fraction is not None and not 0 <= domain.prefix_fraction <= 1:
             errors.append(f"domains.{name}.prefix_fraction: {domain.prefix_fraction} is not between 0 and 1")
+        if domain.resume_turns is not None and domain.resume_turns < 1:
+            errors.append(f"domains.{name}.resume_turns: must be at least 1, or null for train.resume_turns")
         for key in ("max_turns", "max_turn_tokens", "max_context_tokens", "workers", "environments"):
             if getattr(domain, key) < 1:
                 errors.append(f"domains.{name}.{key}: must be at least 1")
+        _file_name(errors, f"domains.{name}", name)
     if config.domains and sum(d.share for d in config.domains.values()) <= 0:
         errors.append("domains: the shares add up to 0; give at least one domain a positive share")
     for name, teacher in config.teachers.items():
@@ -281,44 +328,99 @@ def semantic_errors(config: Config) -> list[str]:
     for name in config.base.expert_shares:
         if name not in config.domains:
             errors.append(f"base.expert_shares.{name}: no such domain; there is {_names(config.domains)}")
+    errors += range_errors(config)
     errors += _base_errors(config.base)
     train = config.train
+    _file_name(errors, "train.name", train.name)
     for key in ("prefix_fraction", "teacher_prefix_share", "demonstration_fraction", "max_infra_failure_share"):
         if not 0 <= getattr(train, key) <= 1:
             errors.append(f"train.{key}: {getattr(train, key)} is not between 0 and 1")
-    for key in ("steps", "samples_per_step", "group_size", "fresh_turns", "micro_batch_tokens", "sampling_batch",
-                "adaptive_patience"):
+    for key in ("steps", "samples_per_step", "group_size", "fresh_turns", "resume_turns", "micro_batch_tokens",
+                "sampling_batch", "adaptive_patience"):
         if getattr(train, key) < 1:
             errors.append(f"train.{key}: must be at least 1")
+    if train.sampled_tokens is not None and train.sampled_tokens < 1:
+        errors.append(f"train.sampled_tokens: {train.sampled_tokens} must be at least 1, or null for no such budget")
+    if config.study_prefix.runs_per_process < 1:
+        errors.append("study_prefix.runs_per_process: must be at least 1")
     if train.demonstration_fraction == 1:
         errors.append("train.demonstration_fraction: 1 leaves nothing to the student's own samples; stay below 1, or train "
                       "on stored turns alone with `mopd teacher sft --baseline`")
     if train.balance == "fixed" and set(config.domains) - set(train.balance_weights):
         missing = ", ".join(sorted(set(config.domains) - set(train.balance_weights)))
         errors.append(f"train.balance_weights: train.balance=fixed needs a weight for every domain; missing: {missing}")
-    if train.objective == "mopd" and train.objective_options.get("alpha"):
-        errors.append(f"train.objective_options.alpha: {train.objective_options['alpha']} would do nothing: rollouts carry "
-                      "no outcome advantage yet; leave it at 0")
+    errors += _alpha_errors(config)
     if train.temperature <= 0:
         errors.append(f"train.temperature: {train.temperature} must be positive; greedy samples carry no density")
+    for name in train.balance_weights:
+        if name not in config.domains:
+            errors.append(f"train.balance_weights.{name}: no such domain; there is {_names(config.domains)}")
+    if train.balance == "fixed" and train.balance_weights and not any(train.balance_weights.values()):
+        errors.append("train.balance_weights: all are 0, so no domain would be trained")
     _one_of(errors, "train.domain_schedule", train.domain_schedule, ("static", "adaptive"))
     _one_of(errors, "train.balance", train.balance, ("none", "fixed", "normalised"))
     _one_of(errors, "evaluate.split", config.evaluate.split, ("train", "development", "test"))
     for key, optimizer in (("base", config.base.optimizer), ("sft", config.sft.optimizer), ("train", train.optimizer),
-                           ("off_policy", config.off_policy.optimizer)):
+                           ("off_policy", config.off_policy.optimizer),
+                           *((f"sft_domains.{name}", part.optimizer) for name, part in config.sft_domains.items())):
         _one_of(errors, f"{key}.optimizer.schedule", optimizer.schedule, ("constant", "linear", "cosine"))
         if optimizer.learning_rate <= 0:
             errors.append(f"{key}.optimizer.learning_rate: {optimizer.learning_rate} must be positive")
         if len(optimizer.betas) != 2:
             errors.append(f"{key}.optimizer.betas: needs two numbers")
+        elif not all(0 <= beta < 1 for beta in optimizer.betas):
+            errors.append(f"{key}.optimizer.betas: {optimizer.betas} are not both at least 0 and below 1")
+    for key, seeds in (("seeds", config.seeds), ("study.seeds", config.study.seeds)):
+        if not seeds or len(set(seeds)) < len(seeds):
+            errors.append(f"{key}: {seeds} must be one or more different whole numbers")
+    for name in config.selection.quotas:
+        if name not in config.domains:
+            errors.append(f"selection.quotas.{name}: no such domain; there is {_names(config.domains)}")
     if config.deepspeed.zero_stage not in (0, 1, 2, 3):
         errors.append(f"deepspeed.zero_stage: {config.deepspeed.zero_stage} is not one of 0, 1, 2, 3")
     _one_of(errors, "deepspeed.dtype", config.deepspeed.dtype, ("float32", "bfloat16"))
+    if config.deepspeed.logits_mib <= 0:
+        errors.append(f"deepspeed.logits_mib: {config.deepspeed.logits_mib} must be positive")
+    _one_of(errors, "train.prefix_gradient", train.prefix_gradient, ("full", "none"))
     n = len(config.domains)
     if train.domain_schedule == "adaptive" and n > 1:  # the share of a single domain never moves
         if train.adaptive_minimum * n > 1 or train.adaptive_maximum * n < 1:
             errors.append(f"train.adaptive_minimum: {n} shares between {train.adaptive_minimum} and "
                           f"{train.adaptive_maximum} cannot add up to 1")
+    return errors
+
+
+def _mixture_errors(config: Config, name: str) -> list[str]:
+    """A domain that several teachers score together."""
+    domain, key = config.domains[name], f"domains.{name}.teacher_weights"
+    errors: list[str] = []
+    _one_of(errors, f"domains.{name}.teacher_mixture", domain.teacher_mixture, ("probability", "log_space"))
+    for teacher, weight in domain.teacher_weights.items():
+        if teacher not in config.teachers:
+            errors.append(f"{key}.{teacher}: no teacher '{teacher}' under teachers; there {_names(config.teachers)}")
+        if not weight > 0:
+            errors.append(f"{key}.{teacher}: {weight} must be positive; leave a teacher out that shall not count")
+    if domain.teacher_weights and domain.teacher not in domain.teacher_weights:
+        errors.append(f"{key}: domains.{name}.teacher, the one that plays into the store, must be among them; "
+                      f"'{domain.teacher}' is not")
+    return errors
+
+
+def _alpha_errors(config: Config) -> list[str]:
+    """The outcome part of `mopd` needs groups to compare outcomes in."""
+    train, key = config.train, "train.objective_options.alpha"
+    alpha = train.objective_options.get("alpha")
+    if train.objective != "mopd" or not alpha:
+        return []
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or alpha < 0:
+        return [f"{key}: {alpha!r} is not a number of at least 0"]
+    errors = []
+    if train.group_size < 2:
+        errors.append(f"{key}: {alpha} would do nothing with train.group_size={train.group_size}: an outcome advantage is a "
+                      "reward beside those of its group; take train.group_size of 2 or more, or alpha=0")
+    if config.domains and not any(stream_shares(config, name)["rollout"] > 0 for name in config.domains):
+        errors.append(f"{key}: {alpha} would do nothing: no domain has rollouts, and fresh turns have no outcome; take "
+                      "train.prefix_fraction below 1, or alpha=0")
     return errors
 
 
@@ -355,6 +457,12 @@ def stream_shares(config: Config, domain: str) -> dict[str, float]:
     return shares
 
 
+def resume_turns(config: Config, domain: str) -> int:
+    """Turns that the student plays on from a stored decision point of `domain`; 1 needs no environment."""
+    own = config.domains[domain].resume_turns
+    return config.train.resume_turns if own is None else own
+
+
 def _read(path: Path, parents: tuple[Path, ...]):
     if not path.is_file():
         by = f" (included by {parents[-1]})" if parents else ""
@@ -368,7 +476,9 @@ def _read(path: Path, parents: tuple[Path, ...]):
         raise ConfigError(f"{path}: not valid YAML: {_one_line(error)}") from error
     if not OmegaConf.is_dict(raw):
         raise ConfigError(f"{path}: a config is a mapping of sections, this is not")
-    includes = raw.pop("include", []) if "include" in raw else []
+    includes = raw.pop("include") if "include" in raw else OmegaConf.create([])
+    if not OmegaConf.is_list(includes) or not all(isinstance(name, str) and name for name in includes):
+        raise ConfigError(f"{path}: include is a list of files, such as [other.yaml], not {includes!r}")
     result = OmegaConf.create({})
     for name in includes:
         result = OmegaConf.merge(result, _read(path.parent / name, (*parents, path)))
@@ -437,6 +547,12 @@ def _one_of(errors: list[str], key: str, value: str, allowed: tuple[str, ...]) -
         errors.append(f"{key}: '{value}' is not one of {', '.join(allowed)}")
 
 
+def _file_name(errors: list[str], key: str, name: str) -> None:
+    """Names of students and domains become folders, files and parts of metric names."""
+    if not re.fullmatch(r"\w[\w.+-]*", name):
+        errors.append(f"{key}: '{name}' also names files; use letters, digits and _ . + - only")
+
+
 def _names(mapping: dict) -> str:
     return "none is configured" if not mapping else ", ".join(sorted(mapping))
 
@@ -449,7 +565,7 @@ def _message(path: Any, errors: list[str]) -> str:
     return f"{path}: {len(errors)} error(s) in the configuration:\n" + "\n".join(f"  {e}" for e in errors)
 
 
-def learner_config(optimizer: OptimizerConfig, config: Config, *, log_file: str = ""):
+def learner_config(optimizer: OptimizerConfig, config: Config, *, log_file: str = "", prefix_gradient: str = "full"):
     """The learner's own config for one kind of training (imports torch)."""
     from mopd.learner.engine import LearnerConfig
 
@@ -458,4 +574,6 @@ def learner_config(optimizer: OptimizerConfig, config: Config, *, log_file: str 
         weight_decay=optimizer.weight_decay, schedule=optimizer.schedule, warmup_steps=optimizer.warmup_steps,
         minimum_ratio=optimizer.final_fraction, gradient_clipping=optimizer.gradient_clip,
         zero_stage=config.deepspeed.zero_stage, dtype=config.deepspeed.dtype, freeze_router=config.student.freeze_router,
-        seed=config.seed, deepspeed=config.deepspeed.raw, log_file=log_file)
+        seed=config.seed, gradient_checkpointing=config.deepspeed.gradient_checkpointing,
+        prefix_gradient=prefix_gradient, logits_mib=config.deepspeed.logits_mib, deepspeed=config.deepspeed.raw,
+        log_file=log_file)

@@ -23,7 +23,7 @@ QUICK = Path(__file__).resolve().parent.parent / "configs" / "demo_quick.yaml"
 # Seconds per unit of work, measured on two cores of an AVX2 server processor while two jobs run side by side.
 SECONDS = {"start": 8.0, "episode": {"scienceworld": 0.14}, "other_episode": 0.006, "base_step": 1.1, "sft_step": 0.3,
            "teacher_episode": {"scienceworld": 0.12}, "other_teacher_episode": 0.02, "train_step": 1.9,
-           "evaluation": {"scienceworld": 0.13}, "other_evaluation": 0.035}
+           "prefix_step": 0.7, "evaluation": {"scienceworld": 0.13}, "other_evaluation": 0.035}
 
 
 def run_demo(path: Path, overrides: list[str], *, quick: bool, fresh: bool, console: Console | None = None) -> dict:
@@ -39,7 +39,7 @@ def run_demo(path: Path, overrides: list[str], *, quick: bool, fresh: bool, cons
     stages = Stages(path, overrides, config)
     jobs = [*stages.foundation(), *stages.student(config.train.name, [], config.seeds)]
     jobs += stages.evaluation(run, [f"{config.train.name}@{seed}" for seed in config.seeds], [])
-    return _finish(run, Pipeline(run, jobs, console=console), console)
+    return finish_run(run, Pipeline(run, jobs, console=console), console)
 
 
 def run_study(path: Path, overrides: list[str], *, quick: bool, fresh: bool, console: Console | None = None) -> dict:
@@ -66,10 +66,12 @@ def run_study(path: Path, overrides: list[str], *, quick: bool, fresh: bool, con
             jobs.append(stages.off_policy(seed))
     names = [f"{name}@{seed}" for name in arm_names for seed in config.study.seeds]
     jobs += stages.evaluation(out, names, list(config.study.evaluation))
-    return _finish(out, Pipeline(run, jobs, console=console), console, students=run / "students")
+    return finish_run(out, Pipeline(run, jobs, console=console), console, students=run / "students")
 
 
-def _finish(run: Path, pipeline: Pipeline, console: Console, students: Path | None = None) -> dict:
+def finish_run(run: Path, pipeline: Pipeline, console: Console, students: Path | None = None) -> dict:
+    """Run the jobs, then write and print the report of the folder `run`; returns its results. `students`: where the
+    students are, if not in RUN/students."""
     from mopd.report import print_results, write_report
 
     start = time.monotonic()
@@ -218,8 +220,7 @@ class Stages:
                 self.command("train", changes=own), [folder / "model" / "config.json"],
                 needs=[f"collect_{d}" for d in self.config.domains],
                 seconds=SECONDS["start"] + config.train.steps * SECONDS["train_step"],
-                reads=[_plain(getattr(config, part)) for part in ("train", "selection", "student", "deepspeed", "teachers")]
-                + [{n: [_play(d), d.share, d.prefix_fraction] for n, d in config.domains.items()}, seed]))
+                reads=[*student_reads(config), seed]))
         return jobs
 
     def off_policy(self, seed: int) -> Job:
@@ -248,11 +249,11 @@ class Stages:
         trained = {name: str(run / "students" / name.split("@")[0] / f"seed-{name.split('@')[1]}" / "model")
                    for name in students}
         evaluated = load_config(self.path, [*self.overrides, *changes])
-        groups = _two_groups({n: _evaluation_seconds(d) for n, d in evaluated.domains.items()})
+        groups = _two_groups({n: evaluation_seconds(d) for n, d in evaluated.domains.items()})
         jobs = []
         for models, label, needs in ((fixed, "base, teachers and average", made or ["import"]),
                                      (trained, "the student(s)", [f"{n.split('@')[0]}_{n.split('@')[1]}" for n in students])):
-            for domains in groups:
+            for domains in groups if models else ():
                 tag = "_".join(domains)
                 where = "eval" if out == run else f"eval_{out.name}"
                 options = [x for n, f in models.items() for x in ("--model", f"{n}={f}")]
@@ -263,11 +264,21 @@ class Stages:
                     f"Result: {label} play the held-out tasks of {', '.join(domains)}.",
                     self.command("eval", changes=[*changes, f"evaluate.out={out / 'eval'}"], options=options),
                     outputs, needs=needs,
-                    seconds=SECONDS["start"] + len(models) * sum(_evaluation_seconds(evaluated.domains[d]) for d in domains),
-                    reads=[models, evaluated.evaluate.split, evaluated.evaluate.temperature, evaluated.evaluate.batch,
-                           {d: [_play(evaluated.domains[d]), evaluated.domains[d].evaluation_episodes] for d in domains},
-                           evaluated.seed]))
+                    seconds=SECONDS["start"] + len(models) * sum(evaluation_seconds(evaluated.domains[d]) for d in domains),
+                    reads=[models, *evaluation_reads(evaluated, domains)]))
         return jobs
+
+
+def student_reads(config: Config) -> list:
+    """What a MOPD² run of this config depends on beside its seed and the stages before it, as JSON values."""
+    parts = [_plain(getattr(config, part)) for part in ("train", "selection", "student", "deepspeed", "teachers")]
+    return parts + [{n: [_play(d), d.share, d.prefix_fraction, d.resume_turns] for n, d in config.domains.items()}]
+
+
+def evaluation_reads(config: Config, domains: list[str]) -> list:
+    """What held-out play in these domains depends on beside the models, as JSON values."""
+    return [config.evaluate.split, config.evaluate.temperature, config.evaluate.batch,
+            {d: [_play(config.domains[d]), config.domains[d].evaluation_episodes] for d in domains}, config.seed]
 
 
 def _play(domain: DomainConfig) -> dict:
@@ -283,7 +294,8 @@ def _plain(part) -> dict:
     return {name: dataclasses.asdict(value) for name, value in part.items()}
 
 
-def _evaluation_seconds(domain) -> float:
+def evaluation_seconds(domain: DomainConfig) -> float:
+    """A guess of the seconds that one model's held-out play in a domain takes."""
     episodes = domain.evaluation_episodes or 150
     return episodes * SECONDS["evaluation"].get(domain.environment, SECONDS["other_evaluation"])
 

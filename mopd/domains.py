@@ -13,6 +13,7 @@ from mopd.environments.base import EnvironmentFamily, Task
 from mopd.environments.demonstrations import demonstrate, write_transcripts
 from mopd.environments.pool import EnvironmentPool
 from mopd.environments.registry import make_family
+from mopd.environments.replay import Replayer
 from mopd.progress import Progress
 from mopd.seeds import stable_seed
 
@@ -30,6 +31,7 @@ class Domain:
         self.harness = Harness(system_prompt=system, max_turns=config.max_turns, max_turn_tokens=config.max_turn_tokens,
                                max_context_tokens=config.max_context_tokens)
         self._tasks: dict[str, list[Task]] = {}
+        self._replayer: Replayer | None = None
 
     def tasks(self, split: str) -> list[Task]:
         """Tasks of a split; an empty split is a ConfigError that names the domain."""
@@ -56,7 +58,16 @@ class Domain:
         """Start what an environment needs (a Java process), which is when some wrong options show: ValueError."""
         self.family.create().close()
 
+    @property
+    def replayer(self) -> Replayer:
+        """Restores environments of the pool at stored decision points, in threads that start when it is first asked for."""
+        if self._replayer is None:
+            self._replayer = Replayer(self.pool, workers=self.config.workers)
+        return self._replayer
+
     def close(self) -> None:
+        if self._replayer is not None:
+            self._replayer.close()
         self.pool.close()
         self.family.close()
 
@@ -134,27 +145,6 @@ def import_demonstrations(config: Config, files: list[Path], domain: str | None,
 
     Prints per file how many rows were taken and why the others were not. Raises ConfigError when nothing is to be read.
     """
-    from mopd.sampling.rendering import ChatRenderer, load_tokenizer, transcript_messages
-    from prefix_store import PrefixStore
-    from prefix_store.importers import import_file
-    from prefix_store.store import check_fingerprint
+    from mopd.importing import import_from_config
 
-    if not files:
-        raise ConfigError("no file to import: name at least one with --file")
-    for path in files:
-        if not path.is_file():
-            raise ConfigError(f"--file {path}: no such file")
-    renderer = ChatRenderer(load_tokenizer(config.student.model))
-    limits = {name: part.max_context_tokens for name, part in config.domains.items()}
-    with PrefixStore.open(config.store, "a") as store:
-        if len(store):
-            check_fingerprint(store, renderer.fingerprint())
-        taken = 0
-        for path in files:
-            result = import_file(path, renderer, store.append, domain=domain, expert_only=expert_only,
-                                 messages_of=transcript_messages,
-                                 max_context_tokens=limits.get(domain, max(limits.values())))
-            print(result)
-            taken += result.taken
-        version = store.commit(f"import of {', '.join(p.name for p in files)}")
-    print(f"result: {taken} demonstrations in {config.store} at version {version}")
+    import_from_config(config, files, domain, expert_only=expert_only)

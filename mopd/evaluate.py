@@ -1,14 +1,12 @@
-"""Held-out play: several models, the same tasks and seeds for each, one file per model and domain.
-
-A model's file is reused when model, tasks and options are the same, so that a second call plays only what is new.
-"""
+"""Held-out play: several models, the same tasks and seeds for each, one file per model and domain, written anew by each
+call as soon as its episodes are over."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from mopd.config import Config
+from mopd.config import Config, ConfigError
 from mopd.domains import close_domains, open_domains
 from mopd.learner.model import check_model_source, load_model
 from mopd.metrics import clean
@@ -19,13 +17,16 @@ from mopd.sampling.rendering import ChatRenderer, load_tokenizer
 from mopd.statistics import wilson_interval
 
 
-def evaluate_models(config: Config, models: dict[str, str], domains: list[str]) -> dict:
+def evaluate_models(config: Config, models: dict[str, str], domains: list[str], *, report: bool = True) -> dict:
     """Play the tasks of `evaluate.split` in each domain with each model (name → folder).
 
     Returns {model: {domain: {"score", "n", "low", "high"}}}: score is the share of tasks solved, low and high its 95%
-    Wilson interval. Infrastructure failures are left out of n and counted in the files (METHOD 8).
+    Wilson interval. Infrastructure failures are left out of n and counted in the files (METHOD 8). `report` prints a line
+    per model.
     """
-    for folder in models.values():
+    for model, folder in models.items():
+        if not model or "/" in model or model.startswith("."):
+            raise ConfigError(f"model name {model!r}: it names the files of its results; write NAME=FOLDER without / in NAME")
         check_model_source(folder)
     out = Path(config.evaluate.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -53,7 +54,7 @@ def evaluate_models(config: Config, models: dict[str, str], domains: list[str]) 
                 results.setdefault(model, {})[name] = {k: record[k] for k in ("score", "n", "low", "high")}
     finally:
         close_domains(opened)
-    for model, scores in results.items():
+    for model, scores in results.items() if report else ():
         print(f"result: {model}: " + ", ".join(
             f"{d} {s['score']:.2f} [{s['low']:.2f}, {s['high']:.2f}] of {s['n']}" if s["n"] else
             f"{d} not measured, every episode failed for reasons of infrastructure" for d, s in scores.items()))

@@ -7,6 +7,8 @@ same numbers. Lines are plain JSON: a number that is not finite is written as nu
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import math
 import os
@@ -17,6 +19,10 @@ from typing import Any
 
 class MetricsError(ValueError):
     """A metrics file or record breaks the format; the message names the file and the line or key."""
+
+
+class MetricsBusy(RuntimeError):
+    """Another process is writing this metrics file; the message names it and the remedy."""
 
 
 def clean(value: Any, path: str = "", non_finite: list[str] | None = None) -> Any:
@@ -90,6 +96,25 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     return [record for _, record in _scan(Path(path))]
 
 
+@contextlib.contextmanager
+def only_process(lock: Path) -> Iterator[None]:
+    """Holds the lock file while the block runs; the end of the process gives it back too. Raises MetricsBusy where another
+    process holds it."""
+    with open(lock, "ab") as file:
+        _lock(file.fileno(), lock.parent)
+        yield
+
+
+def _lock(descriptor: int, place: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise MetricsBusy(f"{place}: another process is training here; wait for it, or give this run another name "
+                          "(train.name), seed or folder (run)") from None
+    except OSError:
+        pass  # a file system without locks
+
+
 class MetricsLog:
     """Appends one line a step to `path` and, if asked, the same numbers to TensorBoard.
 
@@ -97,7 +122,7 @@ class MetricsLog:
     with. Records of that step and later ones are cut off, since those steps are played again; a torn last line goes as
     well. `removed` counts the records that were cut. Each line reaches the file in one write, so a reader or a kill
     never sees half of one followed by another. `tensorboard` is a folder, or True for one beside the file.
-    Use as a context manager, or call `close`.
+    Use as a context manager, or call `close`. Raises MetricsBusy while another process writes the same file.
     """
 
     def __init__(self, path: Path | str, *, first_step: int = 0, tensorboard: Path | str | bool = False):
@@ -106,9 +131,13 @@ class MetricsLog:
         self.last_step: int | None = None
         self._tensorboard = None
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        keep = self._kept_bytes(first_step) if self.path.exists() else 0
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.ftruncate(self._file, keep)
+        try:
+            _lock(self._file, self.path)  # until the file is closed, also by the end of the process
+            os.ftruncate(self._file, self._kept_bytes(first_step))
+        except BaseException:
+            os.close(self._file)
+            raise
         os.fsync(self._file)
         if tensorboard:
             folder = self.path.parent / "tensorboard" if tensorboard is True else tensorboard

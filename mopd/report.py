@@ -6,6 +6,7 @@ Reads what the stages of a run left behind and knows nothing about models or env
     students/NAME/seed-S/metrics.jsonl          one record a step
     episodes.json, or the student's own         sampled episodes with the teacher's scores
     timings.json                                seconds by stage
+    study.json                                  the plan of a study over factors, see `report_factors.py`
 
 A part that is missing or broken becomes a sentence in `notes`, never an
 exception. The HTML itself is in `report_page.py`, its plots in `report_plots.py`.
@@ -28,6 +29,14 @@ from rich.console import Console
 from rich.table import Table
 
 from mopd.metrics import MetricsError, clean, read_metrics
+from mopd.report_factors import (
+    EFFECT_CAPTION,
+    effect_rows,
+    effects_markdown,
+    planned,
+    read_plan,
+    study_results,
+)
 from mopd.statistics import (
     bootstrap_interval,
     normalised_score,
@@ -57,7 +66,8 @@ def build_results(run: Path | str, *, students: Path | None = None, resamples: i
 
     Beside `models`, `normalised` and `cost`: `normalised_interval`, `normalised_by_domain`, `above_parameter_average`
     ({NAME: {difference, low, high}}, paired), `seeds` (each training seed's own scores), `domains`, `stages`,
-    `wall_seconds` and `notes`, the sentences about what is missing. A value that does not exist is None.
+    `wall_seconds`, `study` (of a study over factors, else None: arms and main effects) and `notes`, the sentences about
+    what is missing. A value that does not exist is None.
 
     `score` is the success share of the episodes without an infrastructure failure, which are counted in
     `infra_failures` and leave `n`; its 95% interval is Wilson's on the number of tasks. `progress` is the mean of the
@@ -65,7 +75,9 @@ def build_results(run: Path | str, *, students: Path | None = None, resamples: i
     """
     run = Path(run)
     notes: list[str] = []
-    evaluations = load_evaluations(run, notes)
+    evaluations, plan = load_evaluations(run, notes), read_plan(run, notes)
+    if plan:
+        evaluations = planned(plan, evaluations)
     domains = _domains(evaluations)
     results: dict[str, Any] = {"domains": domains, "models": {}, "normalised": {}, "normalised_interval": {},
                                "normalised_by_domain": {}, "above_parameter_average": {}, "seeds": {}}
@@ -78,6 +90,7 @@ def build_results(run: Path | str, *, students: Path | None = None, resamples: i
     _add_normalised(results, evaluations, domains, notes, resamples=resamples, seed=seed)
     trained = load_students(students or run / "students", notes, evaluations)
     results["cost"] = {name: _cost(by_seed) for name, by_seed in trained.items()}
+    results["study"] = study_results(plan, results, trained, notes) if plan else None
     timings = _read_json(run / "timings.json", run, notes) or {}
     results["stages"] = timings.get("stages", {})
     results["wall_seconds"] = timings.get("wall_seconds")
@@ -109,9 +122,19 @@ def write_report(run: Path | str, *, students: Path | None = None) -> Path:
         notes.append("episodes.json: not a list of episodes; none are shown.")
         episodes = None
     results["notes"] += notes
+    if results["study"]:
+        trained = _two_of(trained, results)
     _write(run / "results.json", json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     _write(run / "report.html", render_page(results, trained, episodes or [], name=run.resolve().name))
     return run / "report.html"
+
+
+def _two_of(trained: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
+    """Of many arms the best and the first, to draw: curves of dozens would make the page huge and show nothing more."""
+    scored = [a for a in results["study"]["arms"] if a in trained and results["normalised"].get(a) is not None]
+    best = max(scored, key=lambda a: results["normalised"][a], default=None)
+    return {name: trained[name] for name in dict.fromkeys([best, *results["study"]["arms"]]) if name in trained
+            and name in (best, next(iter(results["study"]["arms"])))}
 
 
 # Reading
@@ -387,7 +410,8 @@ def format_seconds(value: float | None) -> str:
 
 def table_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
     """The result table as text cells, one dict a model: `model`, `own`, `scores` {domain: (score, half width)},
-    `normalised`, `interval`, `sampled`, `environment`, `seconds`. Used by the terminal, Markdown and HTML tables."""
+    `normalised`, `interval`, and those of `cost_columns`. Used by the terminal, Markdown and HTML tables."""
+    arms = (results.get("study") or {}).get("arms", {})
     rows = []
     for model in dict.fromkeys([*results.get("models", {}), *results.get("cost", {})]):
         scores = {}
@@ -402,8 +426,18 @@ def table_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
                      "interval": "" if low is None or low == high else f"[{low:.2f}, {high:.2f}]",
                      "sampled": format_count(cost.get("sampled_tokens")),
                      "environment": format_count(cost.get("environment_steps")),
-                     "seconds": "—" if not cost else f"{cost['total_seconds']:,.0f}"})
+                     "seconds": "—" if not cost else f"{cost['total_seconds']:,.0f}",
+                     **{key: "—" if arms.get(model, {}).get(key) is None else f"{arms[model][key]:{form}}"
+                        for key, form in (("steps", ".0f"), ("cpu_seconds", ".0f"), ("depth", ".2f"))}})
     return rows
+
+
+def cost_columns(results: dict[str, Any]) -> list[tuple[str, str]]:
+    """(key in `table_rows`, title) of what stands behind the scores. In a study over factors an exact count of the equal
+    budget, and the depth of what was drawn."""
+    if results.get("study"):
+        return [("sampled", "sampled tokens"), ("steps", "steps"), ("cpu_seconds", "CPU seconds"), ("depth", "depth")]
+    return [("sampled", "sampled tokens"), ("environment", "environment steps"), ("seconds", "seconds")]
 
 
 _CAPTION = ("success share ± half of its 95% interval · ◆ a teacher in its own domain · normalised: 0 = base, 1 = the "
@@ -415,7 +449,7 @@ def print_results(results: dict[str, Any], console: Console | None = None) -> No
     """Print the result table (two tables on a narrow terminal), the comparison with the parameter average and notes."""
     console = console or Console()
     rows, domains = table_rows(results), results.get("domains", [])
-    costs = [("sampled", "sampled tokens"), ("environment", "environment steps"), ("seconds", "seconds")]
+    costs = cost_columns(results)
     wide = console.width >= 74 + 14 * len(domains)
     look = {"title_justify": "left", "caption_justify": "left", "box": box.SIMPLE_HEAD, "pad_edge": False,
             "padding": (0, 1) if wide else (0, 1, 0, 0)}
@@ -446,7 +480,18 @@ def print_results(results: dict[str, Any], console: Console | None = None) -> No
             if row["model"] in results["cost"]:
                 table.add_row(row["model"], *(row[key] for key, _ in costs))
         console.print(table)
-    for model, part in results.get("above_parameter_average", {}).items():
+    study = results.get("study")
+    for factor, part in study["effects"].items() if study else ():
+        titles, lines = effect_rows(part, domains, format_count)
+        table = Table(title=f"Main effect of {factor} ({part['blocks']} pairs)", **look)
+        for title in titles:
+            table.add_column(title, justify="left" if title == "level" else "right")
+        for line in lines:
+            table.add_row(*(cell.replace("[", "\\[") for cell in line))
+        console.print(table)
+    if study:
+        console.print(EFFECT_CAPTION, style="dim")
+    for model, part in results.get("above_parameter_average", {}).items() if not study else ():
         if part["difference"] is not None:
             between = "" if part["low"] is None else f" \\[{part['low']:+.2f}, {part['high']:+.2f}]"
             console.print(f"{model} against the parameter average, normalised: {part['difference']:+.2f}{between}")
@@ -457,15 +502,16 @@ def print_results(results: dict[str, Any], console: Console | None = None) -> No
 
 
 def markdown_table(results: dict[str, Any]) -> str:
-    """The same table in Markdown, for a README."""
-    domains = results.get("domains", [])
-    head = ["model", *domains, "normalised", "sampled tokens", "environment steps", "seconds"]
+    """The same table in Markdown, for a README; of a study over factors with its main effects before it."""
+    domains, costs = results.get("domains", []), cost_columns(results)
+    head = ["model", *domains, "normalised", *(title for _, title in costs)]
     lines = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
     for row in table_rows(results):
         cells = [f"`{row['model']}`"]
         for domain in domains:
             text = " ".join(row["scores"].get(domain, ("—",)))
             cells.append(f"**{text}** ◆" if row["own"] == domain else text)
-        cells += [f"{row['normalised']} {row['interval']}".strip(), row["sampled"], row["environment"], row["seconds"]]
+        cells += [f"{row['normalised']} {row['interval']}".strip(), *(row[key] for key, _ in costs)]
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n\n" + _CAPTION[0].upper() + _CAPTION[1:] + ".\n"
+    before = effects_markdown(results["study"], domains, format_count) + "\n" if results.get("study") else ""
+    return before + "\n".join(lines) + "\n\n" + _CAPTION[0].upper() + _CAPTION[1:] + ".\n"

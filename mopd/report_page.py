@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from mopd import report_plots as plots
-from mopd.report import COST_PARTS, format_count, format_seconds, own_domain, table_rows
+from mopd.report import COST_PARTS, cost_columns, format_count, format_seconds, own_domain, table_rows
+from mopd.report_factors import EFFECT_CAPTION, effect_rows
 
 MAX_EPISODE_BYTES = 1_400_000
 # Of the page's 3 MB; plots take a few hundred kB.
@@ -39,8 +40,9 @@ def _e(text: Any) -> str:
 def render_page(results: dict[str, Any], students: Students, episodes: list[dict[str, Any]], *,
                 name: str = "run") -> str:
     """The whole page as text, from what `build_results` and `load_students` return and what episodes.json holds."""
-    body = "\n".join([_head(results, name), _table(results), _score_plots(results), _students(results, students),
-                      _cost(results), _episodes(episodes), _notes(results)])
+    parts = [_effects(results)] if results.get("study") else [_score_plots(results), _cost(results)]
+    body = "\n".join([_head(results, name), _table(results), *parts[:1], _students(results, students), *parts[1:],
+                      _episodes(episodes), _notes(results)])
     return ('<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
             "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
@@ -89,7 +91,7 @@ def _table(results: dict[str, Any]) -> str:
     if not rows:
         return ("<section><h2>Results</h2><p class=missing>No evaluations and no training metrics are there yet.</p>"
                 "</section>")
-    domains = results["domains"]
+    domains, costs = results["domains"], cost_columns(results)
     head = "".join(f'<th scope=col><i class=dot style="background:{plots.domain_colour(i)}"></i>{_e(d)}</th>'
                    for i, d in enumerate(domains))
     lines = []
@@ -108,8 +110,7 @@ def _table(results: dict[str, Any]) -> str:
             mark = (" class=own", " ◆") if own else ("", "")
             cells.append(f'<td{mark[0]} title="{_e(more)}">{score}{mark[1]}<small>{half}</small></td>')
         lines.append(f"<tr><th scope=row>{_e(row['model'])}</th>{''.join(cells)}<td>{row['normalised']}<small>"
-                     f"{_e(row['interval'])}</small></td><td>{row['sampled']}</td><td>{row['environment']}</td>"
-                     f"<td>{row['seconds']}</td></tr>")
+                     f"{_e(row['interval'])}</small></td>{''.join(f'<td>{row[key]}</td>' for key, _ in costs)}</tr>")
     seeds = "".join(
         f"<tr><td>{_e(m)}</td><td>{_e(s)}</td>"
         f"<td>{_e(', '.join(f'{d} {_two(v)}' for d, v in p['scores'].items()))}</td>"
@@ -119,13 +120,27 @@ def _table(results: dict[str, Any]) -> str:
         seeds = ("<details><summary>Each training seed</summary><div class=scroll><table class=plain><tr><th>model</th>"
                  f"<th>seed</th><th>success shares</th><th>normalised</th></tr>{seeds}</table></div></details>")
     return (f"<section><h2>Results</h2><div class=scroll><table class=results><thead><tr><th scope=col>model</th>{head}"
-            "<th scope=col>normalised</th><th scope=col>sampled tokens</th><th scope=col>environment steps</th>"
-            f"<th scope=col>seconds</th></tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
+            f"<th scope=col>normalised</th>{''.join(f'<th scope=col>{_e(title)}</th>' for _, title in costs)}"
+            f"</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
             "<p class=fine>Success share on held-out tasks, ± half of its 95% Wilson interval; ◆ marks a teacher in "
             "its own domain. Normalised: mean over domains of (model − base) / (teacher − base), its interval from a "
             "bootstrap that draws the tasks of all models together. Intervals speak about the choice of tasks; a "
             "student's numbers are means over its training seeds. Costs are those of training the student.</p>"
             f"{seeds}</section>")
+
+
+def _effects(results: dict[str, Any]) -> str:
+    """The main effects of a study over factors, a table per factor."""
+    tables = []
+    for factor, part in results["study"]["effects"].items():
+        titles, rows = effect_rows(part, results["domains"], format_count)
+        head = "".join(f"<th scope=col>{_e(title)}</th>" for title in titles)
+        lines = "".join("<tr><th scope=row>" + _e(row[0]) + "</th>" + "".join(f"<td>{_e(c)}</td>" for c in row[1:]) + "</tr>"
+                        for row in rows)
+        tables.append(f"<h3>{_e(factor)} <small>{part['blocks']} pairs</small></h3><div class=scroll><table class=plain><tr>"
+                      f"{head}</tr>{lines}</table></div>")
+    return (f"<section><h2>Main effects</h2>{''.join(tables)}<p class=fine>{_e(EFFECT_CAPTION[0].upper())}"
+            f"{_e(EFFECT_CAPTION[1:])}.</p></section>")
 
 
 def _two(value: float | None) -> str:
@@ -206,7 +221,8 @@ def _student(key: str, name: str, by_seed: dict[str, list[dict[str, Any]]], resu
             for stream, numbers in (part.get("streams") or {}).items():
                 tokens[domain][stream] += numbers.get("tokens") or 0
     if any(depths.values()):
-        figures.append(_figure("Depth of the decision points", plots.depth_plot(f"{key}-depth", depths)))
+        figures.append(_figure("Depth of the decision points", plots.depth_plot(f"{key}-depth", depths),
+                               _selection_words(everything)))
     else:
         absent.append("the depth of decision points")
     streams = list(dict.fromkeys(s for t in tokens.values() for s in t))
@@ -231,6 +247,21 @@ def _student(key: str, name: str, by_seed: dict[str, list[dict[str, Any]]], resu
     if absent:
         more += f"<p class=missing>{_e(name)} reports no {_e(', no '.join(absent))}.</p>"
     return f"<div class=grid>{''.join(figures)}</div>{_end_of_training(by_seed, domains)}{more}"
+
+
+def _selection_words(records: list[dict[str, Any]]) -> str:
+    """Where the decision points came from, over all steps and seeds, and the share of pivots at the end if there are any."""
+    sources: collections.Counter[str] = collections.Counter()
+    for record in records:
+        for part in (record.get("selection") or {}).values():
+            sources.update(part.get("sources") or {})
+    total = sum(sources.values())
+    words = [", ".join(f"{kind} {count / total:.0%}" for kind, count in sources.most_common())] if total else []
+    last = [stream for part in ((records[-1].get("selection") or {}) if records else {}).values()
+            for stream in (part.get("streams") or {}).values()]
+    if candidates := sum(s["candidates"] for s in last if "pivots" in s):
+        words.append(f"pivots at the end: {sum(s.get('pivots', 0) for s in last) / candidates:.0%} of {candidates} points")
+    return "; ".join(words)
 
 
 def _expert_load(key: str, by_seed: dict[str, list[dict[str, Any]]]) -> str:

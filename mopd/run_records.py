@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,15 +17,22 @@ from mopd.rows import STREAMS
 from mopd.sampling.fresh_turn import rows_from_sequence
 from mopd.sampling.streams import StepSamples, Streams
 from mopd.schedule import Plan
+from prefix_store.scores import write_scores
+from prefix_store.selection import Selector
 
 EPISODES_PER_DOMAIN = 2
+DIVERGED_SHOWN = 3
+COSTS = ("training", "sampling", "scoring", "environments", "grading")
+# environments judge the outcome themselves, so nothing is spent on grading yet
 
 
 def step_record(plan: Plan, samples: StepSamples, report, notes: list[str], wall: float) -> dict[str, Any]:
     """The metrics of one step (METHOD 9) under the names that report and tests read. Seconds are wall-clock."""
     metrics = report.metrics
     seconds = {"training": metrics["seconds"]["training"] + metrics["seconds"]["packing"],
-               "scoring": metrics["seconds"]["scoring"], **samples.seconds, "total": wall}
+               "scoring": metrics["seconds"]["scoring"], **samples.seconds, "grading": 0.0, "total": wall}
+    spent = sum(seconds[name] for name in COSTS) or 1.0
+    seconds["shares"] = {name: seconds[name] / spent for name in COSTS}
     domains: dict[str, Any] = {}
     for name, share in plan.shares.items():
         numbers = metrics["domains"].get(name, {})
@@ -39,18 +50,52 @@ def step_record(plan: Plan, samples: StepSamples, report, notes: list[str], wall
             "reward": _mean([e.score for e in episodes]), "success": _mean([float(e.success) for e in episodes]),
             "turns": _mean([float(e.turns) for e in episodes]),
             "malformed": sum(e.malformed for e in episodes), "infra_failures": dict(samples.failures.get(name, {})),
-            "depth": _depths(streams),
+            "outcome_groups": samples.outcome_groups.get(name),
+            "depth": _depths(streams), "resumed": _resumed([e for e in samples.resumed if e.spec.domain == name]),
             "streams": {s: {"tokens": c["tokens"], "sequences": c["actions"], "reverse_kl": c.get("k1")}
                         for s, c in streams.items()}}
     return {
         "step": plan.step, "loss": metrics["loss"], "skipped": metrics["skipped"],
         "gradient_norm": metrics.get("gradient_norm"), "learning_rate": metrics.get("learning_rate"), "seconds": seconds,
         "tokens": {"sampled": samples.sampled_tokens, "trained": metrics.get("loss_tokens", 0),
-                   "computed": metrics.get("tokens", 0)},
+                   "scored": metrics.get("loss_tokens", 0), "computed": metrics.get("tokens", 0)},
         "environment_steps": samples.environment_steps, "groups": samples.groups,
-        "dropped_groups": samples.dropped_groups, "omega": metrics.get("omega", {}), "balance": metrics.get("balance", {}),
+        "dropped_groups": samples.dropped_groups, "omega": metrics.get("omega", {}),
+        "aggregation": metrics.get("aggregation", {}), "balance": metrics.get("balance", {}),
         "missing": metrics.get("missing", {}), "domains": domains,
+        "selection": samples.selection,
         "router": {**metrics.get("expert_load", {}), "alerts": metrics.get("alerts", [])}, "notes": notes}
+
+
+class NothingScored(RuntimeError):
+    """No token of a domain has had a teacher's score for several steps: it would go untrained unseen."""
+
+
+class Notices:
+    """Says on stderr what a step's record has as an alert, each kind once; the records hold them all."""
+
+    UNSCORED_STEPS = 3
+    # a teacher may miss a step; a domain that has none of its tokens scored three times running is not being trained
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+        self._unscored: dict[str, int] = {}
+
+    def say(self, step: int, metrics: dict[str, Any]) -> None:
+        """metrics as LearnerStep gives them. Raises NothingScored."""
+        for alert in metrics.get("alerts", []):
+            kind = re.sub(r"\d+(\.\d+)?%?", "#", alert)
+            if kind not in self._said:
+                self._said.add(kind)
+                print(f"step {step}: {alert} (said once; metrics.jsonl has every step)", file=sys.stderr)
+        for name, numbers in metrics.get("domains", {}).items():
+            lost = numbers.get("unscored_share", 0.0) == 1.0
+            self._unscored[name] = self._unscored.get(name, 0) + 1 if lost else 0
+            if self._unscored[name] >= self.UNSCORED_STEPS:
+                raise NothingScored(
+                    f"step {step}: for {self.UNSCORED_STEPS} steps no token of domain {name!r} has had its teacher's score "
+                    f"({metrics.get('missing') or 'no reason given'}). Mend the teacher and run the same command again: it "
+                    "goes on from the last checkpoint")
 
 
 def scored_episodes(streams: Streams, plan: Plan, model: torch.nn.Module, launch) -> list[dict[str, Any]]:
@@ -93,9 +138,34 @@ def _student_logprob(model: torch.nn.Module, batch, temperature: float) -> torch
 
     was_training = model.training
     model.eval()
-    logprob = label_logprob(PackedLM(model)(batch), batch.label, temperature)
+    logprob = PackedLM(model).per_token(batch, lambda logits, part: label_logprob(logits, part.label, temperature))
     model.train(was_training)
     return logprob
+
+
+def _resumed(episodes: list) -> dict[str, Any] | None:
+    """How the sequences that went on from stored points for several turns ended; None where there were none.
+
+    `finished` counts those whose episode ended, `success` is the share of them that solved the task; `replayed_steps` led
+    to their points; `diverged` names the first few replays that did not come to their point.
+    """
+    if not episodes:
+        return None
+    played = [e for e in episodes if not e.failure]
+    finished = [e for e in played if e.ended == "done"]
+    return {"sequences": len(episodes), "failed": len(episodes) - len(played), "finished": len(finished),
+            "success": _mean([float(e.success) for e in finished]), "turns": _mean([float(e.turns) for e in played]),
+            "replayed_steps": sum(e.spec.start.turn for e in played),
+            "diverged": [e.failure_record for e in episodes if e.failure_record][:DIVERGED_SHOWN]}
+
+
+def write_selection(folder: Path, selector: Selector) -> None:
+    """selection.json: decision points drawn by domain, source kind and depth. scores.json: the measured scores by decision
+    point (see prefix_store.scores.read_scores), where any was measured."""
+    summary = {"strategy": selector.options.strategy, "options": selector.options.plain(), "drawn": selector.statistics()}
+    (folder / "selection.json").write_text(json.dumps(summary, indent=1))
+    if len(selector.scores.touched()):
+        write_scores(folder / "scores.json", selector.scores)
 
 
 def _mean(values: list[float]) -> float | None:

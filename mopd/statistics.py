@@ -48,6 +48,44 @@ def bootstrap_interval(values: np.ndarray, *, resamples: int = 2000, seed: int =
     return _percentiles(_resample_weights("", values.size, resamples, seed) @ values, confidence)
 
 
+def mean_interval(values: np.ndarray, *, confidence: float = 0.95) -> tuple[float, float, float]:
+    """(mean, low, high) of `values` [n] by Student's t, mean ± t(n − 1) · s / √n (Student, Biometrika 6, 1908); no interval
+    (nan) for n < 2, all nan for n = 0."""
+    values = np.asarray(values, dtype=np.float64)
+    if values.ndim != 1 or not np.isfinite(values).all():
+        raise ValueError(f"mean_interval: one row of finite values is needed, got shape {values.shape}")
+    if not values.size:
+        return math.nan, math.nan, math.nan
+    mean = float(values.mean())
+    if values.size < 2:
+        return mean, math.nan, math.nan
+    half = t_quantile(0.5 + confidence / 2, values.size - 1) * float(values.std(ddof=1)) / math.sqrt(values.size)
+    return mean, mean - half, mean + half
+
+
+def t_quantile(p: float, degrees: int) -> float:
+    """Quantile of Student's t distribution, by bisection on its distribution function in closed form (Abramowitz and
+    Stegun, 26.7.3 and 26.7.4). Raises ValueError unless 0.5 <= p < 1 and degrees >= 1."""
+    if not 0.5 <= p < 1 or degrees < 1:
+        raise ValueError(f"t_quantile: p {p} must lie in [0.5, 1) and degrees {degrees} be at least 1")
+
+    def inside(theta: float) -> float:  # P(|T| <= tan(theta) · sqrt(degrees))
+        term = total = 1.0 if degrees % 2 == 0 else math.cos(theta)
+        if degrees == 1:
+            return 2 * theta / math.pi
+        for k in range(2 if degrees % 2 == 0 else 3, degrees - 1, 2):
+            term *= math.cos(theta) ** 2 * (k - 1) / k
+            total += term
+        total *= math.sin(theta)
+        return total if degrees % 2 == 0 else 2 / math.pi * (theta + total)
+
+    low, high = 0.0, math.pi / 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if inside(middle) < 2 * p - 1 else (low, middle)
+    return math.tan(low) * math.sqrt(degrees)
+
+
 @dataclasses.dataclass(frozen=True)
 class NormalisedScore:
     """`mean` over domains of `by_domain`; nan, with the reason in `words`, where a teacher is not above the base."""

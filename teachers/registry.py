@@ -37,11 +37,21 @@ class TeacherSpec:
 
 
 @dataclasses.dataclass(frozen=True)
+class Mixture:
+    """Several teachers of one domain: id -> weight, mixed in `kind` "probability" or "log_space" (mopd.losses.mixture)."""
+
+    weights: Mapping[str, float]
+    kind: str = "probability"
+
+
+@dataclasses.dataclass(frozen=True)
 class Route:
-    """Domain -> teacher, checked. `unused` are configured teachers that no domain names."""
+    """Domain -> teacher, checked. `unused` are configured teachers that no domain names; `mixture_of` has the weighted
+    teachers of the domains that several score together."""
 
     teacher_of: dict[str, TeacherSpec]
     unused: tuple[str, ...]
+    mixture_of: dict[str, tuple[tuple[TeacherSpec, float], ...]] = dataclasses.field(default_factory=dict)
 
     def teacher(self, domain: str) -> TeacherSpec:
         """Raises TeacherError for a domain that is not in the run; nothing is ever sent to a default teacher."""
@@ -52,12 +62,20 @@ class Route:
     @property
     def teachers(self) -> list[TeacherSpec]:
         """The teachers in use, each once."""
-        return list(dict.fromkeys(self.teacher_of.values()))
+        return list(dict.fromkeys(spec for domain in self.teacher_of for spec in self.serving(domain)))
+
+    def serving(self, domain: str) -> list[TeacherSpec]:
+        """The teachers that score a domain's samples: one, or those of its mixture."""
+        if domain in self.mixture_of:
+            return [spec for spec, _ in self.mixture_of[domain]]
+        return [self.teacher(domain)]
 
 
-def route(teachers: Iterable[TeacherSpec], domains: Mapping[str, str]) -> Route:
-    """Check `domains` (domain -> teacher id) against `teachers`; raises TeacherError with all errors at once, warns of
-    teachers that nobody uses."""
+def route(teachers: Iterable[TeacherSpec], domains: Mapping[str, str],
+          mixtures: Mapping[str, Mixture] | None = None) -> Route:
+    """Check `domains` (domain -> teacher id) and `mixtures` (domain -> several in its place) against `teachers`; raises
+    TeacherError with all errors at once, warns of teachers that nobody uses."""
+    mixtures = mixtures or {}
     known = {spec.id: spec for spec in teachers}
     names = ", ".join(sorted(known)) or "none"
     errors = []
@@ -68,16 +86,28 @@ def route(teachers: Iterable[TeacherSpec], domains: Mapping[str, str]) -> Route:
         elif wanted not in known:
             errors.append(f"domain {domain!r} names teacher {wanted!r}, which is not configured; "
                           f"add teachers.{wanted} or name one of: {names}")
+    for domain, mixture in mixtures.items():
+        if domain not in domains:
+            errors.append(f"a mixture of teachers is given for domain {domain!r}, which is not in the run")
+        for wanted, weight in mixture.weights.items():
+            if wanted not in known:
+                errors.append(f"domain {domain!r} names teacher {wanted!r} in its mixture, which is not configured; "
+                              f"add teachers.{wanted} or name one of: {names}")
+            if not weight > 0:
+                errors.append(f"domain {domain!r} gives teacher {wanted!r} the weight {weight}; weights must be positive")
     for spec in known.values():
         if not spec.model:
             errors.append(f"teacher {spec.id!r} has no model; set teachers.{spec.id}.model to a Hugging Face folder or "
                           "hub id")
     if errors:
         raise TeacherError("; ".join(errors))
-    unused = tuple(sorted(set(known) - set(domains.values())))
+    scoring = {t for domain, t in domains.items() if domain not in mixtures}
+    unused = tuple(sorted(set(known) - scoring - {t for mixture in mixtures.values() for t in mixture.weights}))
     if unused:
         warnings.warn(f"no domain uses teacher {', '.join(unused)}; it will not be loaded", stacklevel=2)
-    return Route({domain: known[wanted] for domain, wanted in domains.items()}, unused)
+    return Route({domain: known[wanted] for domain, wanted in domains.items()}, unused, {
+        domain: tuple((known[wanted], weight) for wanted, weight in mixture.weights.items())
+        for domain, mixture in mixtures.items()})
 
 
 def compare_tokenizers(student: Any, teacher: Any, *, teacher_id: str) -> int:
@@ -126,11 +156,14 @@ def model_revision(source: str | Path) -> str:
 class TeacherRegistry:
     """The run's teachers. `route` errors are raised at once, before anything is loaded."""
 
-    def __init__(self, teachers: Iterable[TeacherSpec], domains: Mapping[str, str], *, device: str = "cpu"):
-        self.route = route(teachers, domains)
+    def __init__(self, teachers: Iterable[TeacherSpec], domains: Mapping[str, str], *,
+                 mixtures: Mapping[str, Mixture] | None = None, device: str = "cpu"):
+        self.mixtures = dict(mixtures or {})
+        self.route = route(teachers, domains, self.mixtures)
         self.device = device
         self._shared: int | None = None
         self._scorers: dict[tuple, Any] = {}
+        self._mixed: dict[tuple, Any] = {}
 
     def check_sources(self) -> None:
         """Raise ModelNotFound for the first teacher whose folder is missing or incomplete."""
@@ -155,20 +188,33 @@ class TeacherRegistry:
         return self._shared
 
     def scorers(self) -> dict[str, Any]:
-        """domain -> HFTeacher. Domains whose teachers are one checkpoint share one loaded model."""
-        from teachers.scoring.hf import HFTeacher
+        """domain -> HFTeacher, or a MixtureScorer of several. Teachers that are one checkpoint share one loaded model,
+        whichever domains and mixtures they serve."""
+        from teachers.scoring.mixture import MixtureScorer
 
         self.check_sources()
         found = {}
         for domain, spec in self.route.teacher_of.items():
-            path = Path(spec.model)
-            key = (str(path.resolve()) if path.exists() else spec.model, spec.dtype, spec.trust_remote_code)
-            if key not in self._scorers:
-                model = load_model(spec.model, dtype=spec.dtype, trust_remote_code=spec.trust_remote_code,
-                                   device=self.device)
-                self._scorers[key] = HFTeacher(model, teacher=spec.id, vocabulary=self._shared)
-            found[domain] = self._scorers[key]
+            parts = self.route.mixture_of.get(domain)
+            if parts is None:
+                found[domain] = self._scorer(spec)
+                continue
+            key = (parts, self.mixtures[domain].kind)
+            if key not in self._mixed:
+                self._mixed[key] = MixtureScorer([self._scorer(member) for member, _ in parts],
+                                                 [weight for _, weight in parts], self.mixtures[domain].kind)
+            found[domain] = self._mixed[key]
         return found
+
+    def _scorer(self, spec: TeacherSpec) -> Any:
+        from teachers.scoring.hf import HFTeacher
+
+        path = Path(spec.model)
+        key = (str(path.resolve()) if path.exists() else spec.model, spec.dtype, spec.trust_remote_code)
+        if key not in self._scorers:
+            model = load_model(spec.model, dtype=spec.dtype, trust_remote_code=spec.trust_remote_code, device=self.device)
+            self._scorers[key] = HFTeacher(model, teacher=spec.id, vocabulary=self._shared)
+        return self._scorers[key]
 
     def manifest(self) -> dict[str, Any]:
         """Who serves which domain and exactly which weights, as JSON values."""
@@ -180,8 +226,11 @@ class TeacherRegistry:
             entries[spec.id] = {
                 "model": str(spec.model), "revision": model_revision(spec.model), "dtype": spec.dtype,
                 "config_hash": config_hash(json.loads(config.read_text())) if config.is_file() else "",
-                "domains": [d for d, t in self.route.teacher_of.items() if t == spec]}
-        return {"teachers": entries, "unused": list(self.route.unused)}
+                "domains": [d for d in self.route.teacher_of if spec in self.route.serving(d)]}
+        found = {"teachers": entries, "unused": list(self.route.unused)}
+        if self.mixtures:
+            found["mixtures"] = {d: {"kind": m.kind, "weights": dict(m.weights)} for d, m in self.mixtures.items()}
+        return found
 
     def check_unchanged(self) -> None:
         """Raise RuntimeError where a loaded teacher's weights changed."""
@@ -192,3 +241,4 @@ class TeacherRegistry:
         for scorer in self._scorers.values():
             scorer.close()
         self._scorers.clear()
+        self._mixed.clear()

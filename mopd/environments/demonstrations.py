@@ -186,14 +186,14 @@ def _umask() -> int:
 
 def read_transcripts(path: str | os.PathLike[str]) -> Iterator[Transcript]:
     """Read and check JSON lines. Raises InvalidTranscript with file and line, FileNotFoundError."""
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             place = f"{os.fspath(path)}:{number}"
             try:
-                transcript = json.loads(line)
-            except json.JSONDecodeError as error:
+                transcript = json.loads(line.decode())
+            except ValueError as error:  # no JSON, or no UTF-8
                 raise InvalidTranscript(f"{place}: not JSON ({error})") from error
             check_transcript(transcript, place)
             yield transcript

@@ -67,6 +67,9 @@ class JavaMachine:
     def __init__(
         self, name: str, classpath: str, *, timeout_s: float = 120.0, heap_mb: int = 1024, options: tuple[str, ...] = ()
     ):
+        for option, value in (("timeout_s", timeout_s), ("heap_mb", heap_mb)):
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e6:
+                raise ValueError(f"{name}: {option} is {value!r}; it must be a number above 0")
         self.name = name
         self.lock = threading.RLock()
         """For callers whose several calls must not be interleaved with others (simulators with global state)."""
@@ -75,7 +78,7 @@ class JavaMachine:
         self._timeout_s = timeout_s
         # A heap that is too small must end the process with a word: the serial collector would crawl on for ever.
         self._options = ("-XX:+UseParallelGC", "-XX:ParallelGCThreads=1", "-XX:+UseGCOverheadLimit",
-                         "-XX:+ExitOnOutOfMemoryError", "-Xshare:auto", f"-Xmx{heap_mb}m", *options)
+                         "-XX:+ExitOnOutOfMemoryError", "-Xshare:auto", f"-Xmx{int(heap_mb)}m", *options)
         self._start_lock = threading.RLock()
         self._process: subprocess.Popen | None = None
         self._gateway: Any = None

@@ -29,7 +29,8 @@ def make_family(name: str, options: Mapping[str, Any] | None = None) -> Environm
     `name` is one of FAMILIES, or `package.module:factory` (also `package.module.factory`) where the factory is any
     callable that takes the options as keyword arguments and returns an EnvironmentFamily.
 
-    Raises EnvironmentConfigError for an unknown name, an unknown option, or an object that is not a family.
+    Raises EnvironmentConfigError for an unknown name, an unknown option, options of a wrong type, or an object that is
+    not a family.
     """
     factory = _factory(name)
     options = {str(key): value for key, value in dict(options or {}).items()}
@@ -50,7 +51,10 @@ def make_family(name: str, options: Mapping[str, Any] | None = None) -> Environm
     ]
     if missing:
         raise EnvironmentConfigError(f"environment {name!r} needs the option {missing[0]!r}")
-    family = factory(**options)
+    try:
+        family = factory(**options)
+    except TypeError as error:
+        raise EnvironmentConfigError(f"environment {name!r} refuses its options {options}: {error}") from error
     if not isinstance(family, EnvironmentFamily):
         raise EnvironmentConfigError(
             f"environment {name!r} returned a {type(family).__name__}, which lacks some of: name, version, "

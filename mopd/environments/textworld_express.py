@@ -75,15 +75,25 @@ class TextWorldExpressFamily:
 
     def _check_games(self) -> None:
         interface = self.java.new(ENTRY)
+        known = [str(name) for name in interface.call("getGameNames")]
         for game, parameters in self.games.items():
             message = interface.call("load", game, parameters)
+            if not message:
+                # Of some errors `load` says nothing: an unknown game, parameters that are no list of name=value.
+                state = json.loads(interface.call("generateNewGameJSON", FOLD_SEEDS["train"][0], FOLDS["train"], False))
+                text = state.get("observation", str(state))
+                message = text if _failed(text) else "" if game in known else "no such game"
             if message:
-                names = ", ".join(interface.call("getGameNames"))
                 raise ValueError(
                     f"textworld_express: game {game!r} with parameters {parameters!r}: {message.strip()} "
-                    f"(games: {names})"
+                    f"(games: {', '.join(known)}; parameters: name=value, comma separated)"
                 )
         self._checked = True
+
+
+def _failed(observation: str | None) -> bool:
+    """Whether the simulator gave no game: it says so in the place of the first observation."""
+    return observation is None or observation.startswith("ERROR:")
 
 
 class TextWorldExpressEnvironment:
@@ -149,7 +159,7 @@ class TextWorldExpressEnvironment:
 
     def _start(self, task: Task, gold: bool = False) -> dict[str, Any]:
         state = json.loads(self._interface.call("generateNewGameJSON", task.seed, FOLDS[task.split], gold))
-        if "observation" not in state:
+        if _failed(state.get("observation")):
             raise EnvironmentFailure("load_failed", f"textworld_express {task.name} seed {task.seed}: {state}")
         self._instruction = self._interface.call("getTaskDescription").strip()
         return self._keep(state)

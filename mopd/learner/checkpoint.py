@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from mopd.learner.engine import Learner
-from mopd.learner.model import publish
+from mopd.learner.model import publish, writing
 
 STATE = "state.json"
 TAG = "engine"
@@ -71,7 +71,8 @@ def save_checkpoint(learner: Learner, folder: str | Path, state: dict[str, Any],
             shutil.rmtree(half)
         aside.mkdir()
     torch.distributed.barrier()
-    learner.engine.save_checkpoint(str(aside), tag=TAG, save_latest=False)
+    with writing(aside):
+        learner.engine.save_checkpoint(str(aside), tag=TAG, save_latest=False)
     torch.distributed.barrier()
     if learner.rank == 0:
         record = {"step": learner.step, "world_size": learner.world_size, "zero_stage": learner.config.zero_stage,

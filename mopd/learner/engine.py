@@ -23,9 +23,17 @@ from torch import nn
 
 from mopd.learner.forward import LossFunction, PackedLM
 from mopd.learner.moe import ExpertLoadCounter, freeze_routers, gathered, router_hash
-from mopd.learner.packing import MicroBatch, empty_micro_batch
+from mopd.learner.packing import PREFIX_GRADIENTS, MicroBatch, empty_micro_batch
+from mopd.losses.chunked import CHUNK_BYTES
 
 SCHEDULES = ("constant", "cosine", "linear")
+# keys of DeepSpeed's own config that the learner sets, and what of ours sets them; another value would be at odds with it
+OWNED = {
+    "bf16": "deepspeed.dtype", "fp16": "deepspeed.dtype", "optimizer": "optimizer", "scheduler": "optimizer.schedule",
+    "gradient_clipping": "optimizer.gradient_clip", "zero_optimization.stage": "deepspeed.zero_stage",
+    "train_batch_size": "micro_batch_tokens", "train_micro_batch_size_per_gpu": "micro_batch_tokens",
+    "gradient_accumulation_steps": "micro_batch_tokens", "managed_gradient_accumulation": "micro_batch_tokens",
+}
 
 
 @dataclasses.dataclass
@@ -38,6 +46,9 @@ class LearnerConfig:
     zero_stage          0, 1, 2 or 3
     dtype               float32 or bfloat16 (master weights and optimizer states stay float32)
     freeze_router       keep MoE routers as they are (the method's default for teachers and student)
+    prefix_gradient     full, or none: what fresh turns branch off is computed without a graph (see mopd.learner.packing)
+    logits_mib          memory in MiB for the logits of both models and what is made of them; sets how many loss tokens
+                        a chunk has
     shm_build           let DeepSpeed compile its shared-memory collectives on CPU (1.5-2 minutes, needs a compiler)
     deepspeed           further keys for DeepSpeed's own config, which win over the ones made here
     log_file            where DeepSpeed's messages go; empty: only its errors, to stderr
@@ -56,6 +67,8 @@ class LearnerConfig:
     dtype: str = "float32"
     freeze_router: bool = True
     gradient_checkpointing: bool = False
+    prefix_gradient: str = "full"
+    logits_mib: float = CHUNK_BYTES / 2**20
     seed: int = 0
     shm_build: bool = False
     deepspeed: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -70,6 +83,13 @@ class LearnerConfig:
             found.append(f"zero_stage must be 0, 1, 2 or 3, got {self.zero_stage}")
         if self.dtype not in ("float32", "bfloat16"):
             found.append(f"dtype must be float32 or bfloat16, got {self.dtype!r}")
+        for key, value in dict(self.deepspeed).items():
+            given = [key] + [f"{key}.{name}" for name in value] if isinstance(value, dict) else [key]
+            found += [f"DeepSpeed's key {name} is made here; set {OWNED[name]} instead" for name in given if name in OWNED]
+        if self.prefix_gradient not in PREFIX_GRADIENTS:
+            found.append(f"prefix_gradient must be full or none, got {self.prefix_gradient!r}")
+        if self.logits_mib <= 0:
+            found.append(f"logits_mib must be positive, got {self.logits_mib}")
         if self.learning_rate <= 0:
             found.append(f"learning_rate must be positive, got {self.learning_rate}")
         if self.warmup_steps < 0 or self.gradient_clipping < 0 or not 0 <= self.minimum_ratio <= 1:
@@ -104,14 +124,18 @@ class StepReport:
     details: list[dict[str, torch.Tensor]]
 
 
-def learning_rate_at(step: int, config: LearnerConfig, total_steps: int) -> float:
-    """Learning rate of step 0, 1, …; a pure function, so that a resumed run needs no schedule state."""
+def learning_rate_at(step: int, config: LearnerConfig, total_steps: int, spent: float = 0.0) -> float:
+    """Learning rate of step 0, 1, …; a pure function, so that a resumed run needs no schedule state.
+
+    spent  share of another budget than steps (sampled tokens) that is used up: after the warm-up the schedule stands
+           where the further of the two is, so that a run which ends by either has annealed whole
+    """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / (config.warmup_steps + 1)
     if config.schedule == "constant":
         return config.learning_rate
     span = max(1, total_steps - config.warmup_steps)
-    done = min(1.0, (step - config.warmup_steps) / span)
+    done = min(1.0, (max(step, spent * total_steps) - config.warmup_steps) / span)
     shape = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return config.learning_rate * (config.minimum_ratio + (1.0 - config.minimum_ratio) * shape)
 
@@ -183,12 +207,16 @@ def start_processes(*, shm_build: bool = False, log_file: str = "") -> tuple[int
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
+class DeepSpeedRefuses(ValueError):
+    """Keys of `deepspeed.raw` that DeepSpeed does not take; the message holds them and its words."""
+
+
 class Learner:
     """A causal LM under DeepSpeed. `model` is changed in place and stays usable for sampling between steps (ZeRO 0-2).
 
-    total_steps   length of the schedule
+    total_steps   length of the schedule; `spent`, set between steps, is the share of another budget that is used up
     pad_id        any valid token id, for padding
-    Raises ValueError with every error of the config at once.
+    Raises ValueError with every error of the config at once, DeepSpeedRefuses where DeepSpeed finds one in its part.
     """
 
     def __init__(self, model: nn.Module, *, config: LearnerConfig, total_steps: int, pad_id: int = 0):
@@ -200,17 +228,25 @@ class Learner:
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         deepspeed = import_deepspeed(shm_build=config.shm_build, log_file=config.log_file)
-        self.module = PackedLM(model)
+        self.module = PackedLM(model, logits_bytes=int(config.logits_mib * 2**20))
         self._step_norm: torch.Tensor | None = None
         self._broken = ""
-        self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=self.module,
-            model_parameters=_parameter_groups(self.module, config.weight_decay),
-            optimizer=self._make_optimizer,
-            config=self._deepspeed_config(),
-            dist_init_required=False,
-        )
+        groups = _parameter_groups(self.module, config.weight_decay)
+        try:
+            self.engine, self.optimizer, _, _ = deepspeed.initialize(
+                model=self.module,
+                model_parameters=groups,
+                optimizer=self._make_optimizer,
+                config=self._deepspeed_config(),
+                dist_init_required=False,
+            )
+        except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+            if not config.deepspeed:
+                raise
+            raise DeepSpeedRefuses(f"DeepSpeed refuses its configuration, to which deepspeed.raw adds "
+                                   f"{dict(config.deepspeed)}: {error}") from error
         self.step = 0
+        self.spent = 0.0
         self.expert_loads = ExpertLoadCounter(model)
         self.router_hash = router_hash(model) if config.freeze_router else ""
         self.has_dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()) or bool(
@@ -267,14 +303,15 @@ class Learner:
     def train_step(self, micro_batches: Sequence[MicroBatch], loss_function: LossFunction) -> StepReport:
         """One optimizer step over `micro_batches` (this rank's; every rank must call it).
 
-        loss_function(logits float32 [N, V], micro_batch) -> (scalar loss, dict of detached tensors); the losses of
-        all micro-batches of all ranks add up. Raises FloatingPointError for a loss (before the update) or gradient norm
+        loss_function(logits float32 [n, V], micro-batch of these tokens) -> (scalar loss, dict of detached tensors
+        [n, ...]); called for a chunk of a micro-batch's loss tokens at a time (see `logits_mib`), and the losses of all
+        chunks, micro-batches and ranks add up. Raises FloatingPointError for a loss (before the update) or gradient norm
         that is not finite, on all ranks alike, and again for any further step.
         """
         if self._broken:
             raise FloatingPointError(f"this learner ended at {self._broken}. Make a new one from a checkpoint")
         started = time.perf_counter()
-        rate = learning_rate_at(self.step, self.config, self.total_steps)
+        rate = learning_rate_at(self.step, self.config, self.total_steps, self.spent)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.engine.train()
@@ -283,7 +320,7 @@ class Learner:
         with self._seeded():
             for batch in self._agreed(micro_batches):
                 batch = batch.to(self.device)
-                with self.expert_loads.counting(batch.valid):
+                with self.expert_loads.counting(*(v for v in (batch.prefix_valid, batch.valid) if v is not None)):
                     loss, detail = self.engine(batch, loss_function)
                 loss_sum += loss.detach().double()
                 details.append(detail)
@@ -316,16 +353,15 @@ class Learner:
 
     @torch.no_grad()
     def forward_only(self, micro_batches: Sequence[MicroBatch], function) -> list[Any]:
-        """`function(logits float32 [N, V], micro_batch)` of each micro-batch in evaluation mode; expert loads do not
-        count. Every rank must call it."""
+        """`function(logits float32 [n, V], micro-batch of these tokens)` -> [n, ...], joined over the chunks of each
+        micro-batch, in evaluation mode; expert loads do not count. Every rank must call it."""
         was_training = self.module.training
         self.engine.eval()
         results = []
         for batch in self._agreed(micro_batches):
-            batch = batch.to(self.device)
-            logits = self.module(batch)
+            found = self.module.per_token(batch.to(self.device), function)
             if len(results) < len(micro_batches):
-                results.append(function(logits, batch))
+                results.append(found)
         self.engine.train(was_training)
         return results
 
@@ -336,7 +372,7 @@ class Learner:
             torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX)
         yield from micro_batches
         for _ in range(max(1, int(count)) - len(micro_batches)):
-            yield empty_micro_batch(self.pad_id)
+            yield empty_micro_batch(self.pad_id, self.config.prefix_gradient)
 
     @contextlib.contextmanager
     def _seeded(self):

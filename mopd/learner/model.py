@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -15,6 +17,14 @@ from torch import nn
 
 class ModelNotFound(FileNotFoundError):
     """A model folder or id that cannot be loaded; the message says what was looked for and what to do."""
+
+
+class DamagedModel(ModelNotFound):
+    """A model folder whose weights cannot be used; the message names the file or parameter and what to do."""
+
+
+class ModelMismatch(ValueError):
+    """Models that cannot be averaged; the message names the first that differs."""
 
 
 @dataclasses.dataclass
@@ -62,9 +72,11 @@ def load_model(source: str | Path, *, dtype: str | torch.dtype = "float32", expe
     """A causal LM from a folder (or a hub id), weights from safetensors only.
 
     experts     auto: grouped_mm where the family allows it (on CPU 2-4 times faster than the loop), else eager
-    attention   auto: sdpa, else eager
-    Raises ModelNotFound where a path-like source is not a folder or holds no config or safetensors.
+    attention   auto: sdpa, or eager where the family has no sdpa or soft-caps its attention logits
+    Raises ModelNotFound where a path-like source is not a folder or holds no config or safetensors, DamagedModel where
+    its weights cannot be read, are not all there (Transformers would make the rest up) or are not finite numbers.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -73,10 +85,18 @@ def load_model(source: str | Path, *, dtype: str | torch.dtype = "float32", expe
     check_model_source(source)
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=kind, use_safetensors=True, trust_remote_code=trust_remote_code)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source, dtype=kind, use_safetensors=True, trust_remote_code=trust_remote_code, output_loading_info=True)
     except OSError as error:
         raise ModelNotFound(f"model {source!r} cannot be loaded: {error}") from error
+    except (SafetensorError, RuntimeError, ValueError) as error:
+        raise DamagedModel(f"model {source!r} cannot be loaded: {error}") from error
+    if absent := sorted(info["missing_keys"]):
+        raise DamagedModel(f"model {source!r} lacks the weights of {len(absent)} parameters, for example {absent[0]}; take a "
+                           "whole copy of it, or a folder of a causal language model if this is another kind")
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise DamagedModel(f"model {source!r}: {name} holds numbers that are not finite; take another copy or checkpoint")
     _choose_kernels(model, experts, attention)
     return model.to(device)
 
@@ -95,11 +115,43 @@ def check_model_source(source: str | Path) -> None:
     if not any(path.glob("*.safetensors")):
         raise ModelNotFound(f"{source} has no .safetensors file; save the model with safe serialization "
                             "(pickled weights are not read)")
+    for file in sorted(path.glob("*.safetensors")):
+        if problem := _damage(file):
+            raise DamagedModel(f"{file} is damaged: {problem}; copy or save it again")
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            wanted = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DamagedModel(f"{index} is damaged ({error!r}); copy or save the model again") from error
+        if absent := sorted(name for name in wanted if not (path / name).is_file()):
+            raise DamagedModel(f"{source} lacks {len(absent)} of its {len(wanted)} weight files, for example {absent[0]}; "
+                               "copy the whole folder")
+
+
+def _damage(file: Path) -> str:
+    """What is wrong with the layout of a safetensors file, "" where nothing is. Reads its header only."""
+    size = file.stat().st_size
+    with open(file, "rb") as opened:
+        head = opened.read(8)
+        length = int.from_bytes(head, "little")
+        if len(head) < 8 or length > size - 8:
+            return f"its {size} bytes do not hold the header"
+        try:
+            tensors = json.loads(opened.read(length))
+            ends = [part["data_offsets"][1] for name, part in tensors.items() if name != "__metadata__"]
+            end = 8 + length + max(ends, default=0)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            return "its header cannot be read"
+    return "" if end == size else f"it has {size} bytes where its header says {end}"
 
 
 def _choose_kernels(model: nn.Module, experts: str, attention: str) -> None:
-    model.set_attn_implementation("sdpa" if attention == "auto" and model._supports_sdpa else
-                                  "eager" if attention == "auto" else attention)
+    if attention == "auto":
+        # sdpa has no soft cap: Transformers would leave a family's out without a word.
+        capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+        attention = "sdpa" if model._supports_sdpa and not capped else "eager"
+    model.set_attn_implementation(attention)
     if experts != "auto":
         model.set_experts_implementation(experts)
     elif model._can_set_experts_implementation():
@@ -118,16 +170,33 @@ def save_model(model: nn.Module, folder: str | Path, *, tokenizer=None, state_di
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     attention = model.config._attn_implementation
-    model.save_pretrained(aside, state_dict=state_dict, max_shard_size=max_shard_size)
-    model.config._attn_implementation = attention
-    if getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(aside)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(aside)
-    if manifest is not None:
-        (aside / "manifest.json").write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
-    publish(aside, folder)
+    with writing(aside):
+        model.save_pretrained(aside, state_dict=state_dict, max_shard_size=max_shard_size)
+        model.config._attn_implementation = attention
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(aside)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(aside)
+        if manifest is not None:
+            (aside / "manifest.json").write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
+        publish(aside, folder)
     return folder
+
+
+@contextlib.contextmanager
+def writing(aside: Path):
+    """Around the writing of a folder: what an error leaves of it is removed, and a full disk is an OSError that names the
+    place, whatever words the library that wrote found for it."""
+    try:
+        yield
+    except BaseException as error:
+        said = f"{error} {error.__cause__}".lower()
+        full = "os error 28" in said or "no space left" in said or (
+            isinstance(error, Exception) and shutil.disk_usage(aside.parent).free < 1 << 16)
+        shutil.rmtree(aside, ignore_errors=True)
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device", str(aside.parent)) from error
+        raise
 
 
 def publish(aside: Path, folder: Path) -> None:
@@ -152,12 +221,12 @@ def parameter_average(folders: Sequence[str | Path], out: str | Path | None = No
     """The model whose parameters are the weighted mean (in float64) of the models in `folders`, all of one shape; with
     `out` also written there, with the first folder's tokenizer.
 
-    The baseline that merging by distillation has to beat. Raises ValueError when names or shapes differ."""
+    The baseline that merging by distillation has to beat. Raises ModelMismatch when names or shapes differ."""
     if not folders:
-        raise ValueError("parameter_average needs at least one model folder")
+        raise ModelMismatch("parameter_average needs at least one model folder")
     weights = list(weights) if weights is not None else [1.0] * len(folders)
     if len(weights) != len(folders) or sum(weights) <= 0:
-        raise ValueError(f"{len(folders)} folders need as many weights with a positive sum, got {weights}")
+        raise ModelMismatch(f"{len(folders)} folders need as many weights with a positive sum, got {weights}")
     total = sum(weights)
     result = load_model(folders[0])
     names = dict(result.named_parameters())
@@ -165,7 +234,7 @@ def parameter_average(folders: Sequence[str | Path], out: str | Path | None = No
     for folder, weight in zip(folders, weights, strict=True):
         other = dict(load_model(folder).named_parameters())
         if other.keys() != names.keys() or any(other[n].shape != names[n].shape for n in names):
-            raise ValueError(f"{folder} has other parameters than {folders[0]}; only equal shapes can be averaged")
+            raise ModelMismatch(f"{folder} has other parameters than {folders[0]}; only equal shapes can be averaged")
         for name, parameter in other.items():
             sums[name] += parameter.detach().double() * (weight / total)
     with torch.no_grad():

@@ -121,7 +121,8 @@ class ExpertLoadCounter:
         self.routers = find_routers(model)
         width = max((r.num_experts for r in self.routers), default=0)
         self.counts = torch.zeros(len(self.routers), width, dtype=torch.int64)
-        self._valid: torch.Tensor | None = None
+        self._valid: tuple[torch.Tensor, ...] = ()
+        self._passes = [0] * len(self.routers)
         self._handles = []
         for layer, router in enumerate(self.routers):
             if isinstance(router.experts, nn.ModuleList):  # families that still loop over experts in the block
@@ -132,7 +133,7 @@ class ExpertLoadCounter:
 
     def _from_experts(self, layer: int):
         def hook(module, arguments):
-            if self._valid is not None:
+            if self._valid:
                 self._add(layer, arguments[1])
         return hook
 
@@ -140,7 +141,7 @@ class ExpertLoadCounter:
         top_k = getattr(router.module, "top_k", None)
 
         def hook(module, arguments, output):
-            if self._valid is None:
+            if not self._valid:
                 return
             if isinstance(output, tuple) and not output[-1].is_floating_point():
                 chosen = output[-1]
@@ -151,18 +152,21 @@ class ExpertLoadCounter:
         return hook
 
     def _add(self, layer: int, chosen: torch.Tensor) -> None:
-        chosen = chosen.reshape(self._valid.numel(), -1)[self._valid.reshape(-1)]
+        valid = self._valid[self._passes[layer]]
+        self._passes[layer] += 1
+        chosen = chosen.reshape(valid.numel(), -1)[valid.reshape(-1)]
         width = self.counts.shape[1]
         self.counts[layer] += torch.bincount(chosen.reshape(-1), minlength=width)[:width].cpu()
 
     @contextlib.contextmanager
-    def counting(self, valid: torch.Tensor):
-        """While open, forward passes over tokens marked by `valid` bool [B, T] are counted."""
-        self._valid = valid
+    def counting(self, *valid: torch.Tensor):
+        """While open, one forward pass for each `valid` bool [B, T] is counted, in this order: the tokens that it
+        marks."""
+        self._valid, self._passes = valid, [0] * len(self.routers)
         try:
             yield
         finally:
-            self._valid = None
+            self._valid = ()
 
     def take(self) -> torch.Tensor:
         """Counts int64 [L, E] since the last call."""

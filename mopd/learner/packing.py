@@ -4,6 +4,9 @@ Knows rows and tensors; nothing of models, DeepSpeed or losses. A branch (a fres
 same row, sees its prefix and itself only, and its positions continue after the prefix. The first token of each action
 is predicted from trunk token `at - 1`, so N branches at one point put N labels on one position. Nothing is computed
 that carries no loss: the last token of an action and the trunk behind the last label's predecessor are left out.
+
+With `prefix_gradient` "none" the prefixes are a part of their own, computed without a graph. The branch-point token is
+then computed once more, with a graph, in front of the turns that branch off it: it predicts their first tokens.
 """
 
 from __future__ import annotations
@@ -23,6 +26,9 @@ TOKEN_FIELDS = (
 )
 
 
+PREFIX_GRADIENTS = ("full", "none")
+
+
 class InvalidRow(ValueError):
     """A row that cannot be trained on; the message names the row's origin and the rule."""
 
@@ -34,7 +40,9 @@ class MicroBatch:
     input_ids, position_ids  int64 [B, T]
     valid              bool [B, T], False on padding; what expert loads count
     attention          bool [B, 1, T, T] (True: query row may see key column) or None where plain causal attention is
-                       exact (no branches; right padding is never seen by a real token)
+                       exact (no branches; right padding is never seen by a real token). With a prefix part
+                       [B, 1, T, P + T], the prefix's columns first
+    trunk              leading columns in which no row has a branch (0 without a mask or with a prefix part)
     source_index       int64 [N], index into the flattened B*T of the position that predicts the token
     label              int64 [N]
     behaviour_logprob  float32 [N], log µ, NaN where unknown
@@ -43,7 +51,8 @@ class MicroBatch:
     outcome_advantage  float32 [N]
     weight             float32 [N], the token's share of the whole step's loss (zeros until a step fills it)
     row, action        int64 [N], the token's row in the list given to `pack` and its action inside that row
-    tokens             number of real tokens (valid.sum())
+    tokens             number of real tokens (valid.sum(), and of the prefix part)
+    prefix_ids, prefix_valid  int64, bool [B, P] tokens that are computed without a graph, from position 0 on; or None
     extra              further tensors with one row per loss token (teacher scores), moved along by `to`
     """
 
@@ -65,6 +74,9 @@ class MicroBatch:
     row: torch.Tensor
     action: torch.Tensor
     tokens: int
+    trunk: int = 0
+    prefix_ids: torch.Tensor | None = None
+    prefix_valid: torch.Tensor | None = None
     extra: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
     @property
@@ -74,8 +86,15 @@ class MicroBatch:
 
     @property
     def padded_tokens(self) -> int:
-        """B * T, what a forward pass computes."""
-        return self.input_ids.numel()
+        """B * (P + T), what a forward pass computes."""
+        return self.input_ids.numel() + (0 if self.prefix_ids is None else self.prefix_ids.numel())
+
+    def chosen(self, rows: slice) -> MicroBatch:
+        """The micro-batch with some of its loss tokens only; the tokens that are computed stay whole."""
+        if rows.start == 0 and rows.stop >= self.loss_tokens:
+            return self
+        fields = {name: getattr(self, name)[rows] for name in TOKEN_FIELDS}
+        return dataclasses.replace(self, **fields, extra={name: value[rows] for name, value in self.extra.items()})
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch with every tensor on `device`."""
@@ -88,10 +107,23 @@ class MicroBatch:
         return dataclasses.replace(self, **moved, extra=extra)
 
 
-def computed_length(row: Row) -> int:
+def computed_length(row: Row, prefix_gradient: str = "full") -> int:
     """Tokens that a forward pass over the packed row really computes (see the module text for what is left out)."""
+    if prefix_gradient == "none" and _only_branches(row):
+        prefix, own = _split(row)
+        return prefix + own
     trunk, branches = _needed(row)
     return trunk + branches
+
+
+def _only_branches(row: Row) -> bool:
+    return all(action.branch for action in row.actions)
+
+
+def _split(row: Row) -> tuple[int, int]:
+    """Tokens of a row of branches that are computed without a graph, and with one."""
+    points = {action.at for action in row.actions}
+    return max(points) - 1, len(points) + sum(len(action.tokens) - 1 for action in row.actions)
 
 
 def _needed(row: Row) -> tuple[int, int]:
@@ -156,13 +188,40 @@ def micro_batch_plan(lengths: Sequence[int], token_budget: int, max_rows: int | 
     return plan[::-1]
 
 
+def row_cost(row: Row, *, even_length: float = float("inf")) -> float:
+    """What a row costs in a forward pass, in tokens: its computed tokens, each dearer by length / even_length, where
+    `even_length` is the context at which attention costs as much as the products of weights (about 12 hidden sizes in
+    an ordinary transformer; infinite: attention is left out)."""
+    tokens = computed_length(row)
+    return tokens * (1.0 + tokens / even_length)
+
+
+def spread(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Indices of rows per rank, evenly by cost: longest first, each to the rank with the least so far. The largest sum
+    is at most 4/3 of the best possible (Graham 1969). A pure function of its arguments: equal costs go by their order
+    and to the lower rank, so every rank that knows all rows finds its own without a word to the others."""
+    if ranks < 1:
+        raise ValueError(f"ranks must be at least 1, got {ranks}")
+    total, chosen = [0.0] * ranks, [[] for _ in range(ranks)]
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        rank = min(range(ranks), key=lambda r: (total[r], r))
+        total[rank] += costs[i]
+        chosen[rank].append(i)
+    return [sorted(part) for part in chosen]
+
+
 def pack(rows: Sequence[Row], *, token_budget: int, pad_id: int, domains: Sequence[str], streams: Sequence[str],
-         by_domain: bool = True, max_rows: int | None = None) -> list[MicroBatch]:
+         by_domain: bool = True, max_rows: int | None = None, prefix_gradient: str = "full") -> list[MicroBatch]:
     """Micro-batches over `rows`, sorted by length so that little is padded.
 
-    by_domain   each micro-batch holds rows of one domain only, so that one teacher scores it whole
+    by_domain        each micro-batch holds rows of one domain only, so that one teacher scores it whole
+    prefix_gradient  "full", or "none": rows of branches have their prefixes in a part without a graph. Rows with an
+                     action inside their trunk keep their whole graph. Every micro-batch then has such a part, empty
+                     for some, so that all ranks make the same number of passes
     Raises InvalidRow for a malformed row and ValueError for a domain or stream that is not in the lists given.
     """
+    if prefix_gradient not in PREFIX_GRADIENTS:
+        raise ValueError(f"prefix_gradient must be one of {', '.join(PREFIX_GRADIENTS)}, got {prefix_gradient!r}")
     domain_number = {name: i for i, name in enumerate(domains)}
     stream_number = {name: i for i, name in enumerate(streams)}
     for row in rows:
@@ -177,11 +236,63 @@ def pack(rows: Sequence[Row], *, token_budget: int, pad_id: int, domains: Sequen
         parts = [list(range(len(rows)))]
     batches = []
     for part in parts:
-        lengths = [computed_length(rows[i]) for i in part]
+        lengths = [computed_length(rows[i], prefix_gradient) for i in part]
         for chosen in micro_batch_plan(lengths, token_budget, max_rows):
             numbers = [part[i] for i in chosen]
-            batches.append(_lay_out(rows, numbers, pad_id, domain_number, stream_number))
+            names = (domain_number, stream_number)
+            batches.append(_lay_out(rows, numbers, pad_id, *names) if prefix_gradient == "full" else
+                           _lay_out_detached(rows, numbers, pad_id, *names))
     return batches
+
+
+def _token_columns(columns, row: Row, number: int, a: int, source, domain_number, stream_number) -> None:
+    """Append the per-loss-token fields of action `a` of a row, predicted from the positions `source`."""
+    action = row.actions[a]
+    columns["source_index"].append(source)
+    columns["label"].append(action.tokens)
+    columns["behaviour_logprob"].append(action.behaviour_logprob)
+    columns["version"].append(action.version)
+    for name, value in (("domain", domain_number[row.domain]), ("stream", stream_number[row.stream]),
+                        ("group", action.group), ("sequence", action.sequence), ("turn", action.turn),
+                        ("outcome_advantage", action.outcome_advantage), ("row", number), ("action", a)):
+        columns[name].append(np.full(len(action.tokens), value))
+
+
+def _flat_fields(columns) -> dict[str, torch.Tensor]:
+    flat = {}
+    for name, parts in columns.items():
+        kind = np.float32 if name in ("behaviour_logprob", "outcome_advantage") else np.int64
+        flat[name] = torch.from_numpy(np.concatenate(parts).astype(kind))
+    return flat | {"weight": torch.zeros(len(flat["label"]))}
+
+
+def _whole_row(row: Row, ids, positions, seen, before: int) -> list[tuple[int, np.ndarray]]:
+    """Fill one row of a part with its trunk and what branches off it; returns each action's number and the columns that
+    predict its tokens. `seen` may be None where nothing branches off; its own columns start at `before`."""
+    trunk, _ = _needed(row)
+    ids[:trunk], positions[:trunk] = row.trunk[:trunk], np.arange(trunk)
+    if seen is not None:
+        seen[:trunk, before:before + trunk] = np.tril(np.ones((trunk, trunk), dtype=bool))
+    end, sources = trunk, []
+    for a, action in enumerate(row.actions):
+        at, n = action.at, len(action.tokens)
+        source = np.arange(at - 1, at + n - 1)
+        if action.branch and n > 1:
+            start, end = end, end + n - 1
+            ids[start:end], positions[start:end] = action.tokens[:-1], np.arange(at, at + n - 1)
+            seen[start:end, before:before + at] = True
+            seen[start:end, before + start:before + end] = np.tril(np.ones((n - 1, n - 1), dtype=bool))
+            source[1:] = np.arange(start, end)
+        sources.append((a, source))
+    return sources
+
+
+def _pad(positions, seen, end: int, before: int) -> None:
+    """Positions and mask of one row's padding, which starts at column `end`."""
+    rest = np.arange(end, len(positions))
+    positions[end:] = rest - end + int(positions[:end].max()) + 1
+    if seen is not None:  # padding sees itself: a query without any key would be NaN
+        seen[rest, before + rest] = True
 
 
 def _lay_out(rows, numbers, pad_id, domain_number, stream_number) -> MicroBatch:
@@ -191,49 +302,80 @@ def _lay_out(rows, numbers, pad_id, domain_number, stream_number) -> MicroBatch:
     # Padding keeps counting: a falling position would read as a new packed sequence in Transformers' mask code.
     positions = np.tile(np.arange(width, dtype=np.int64), (size, 1))
     valid = np.zeros((size, width), dtype=bool)
-    attention = None
-    if any(a.branch and len(a.tokens) > 1 for i in numbers for a in rows[i].actions):
-        attention = np.tile(np.tril(np.ones((width, width), dtype=bool)), (size, 1, 1))
+    branches = any(a.branch and len(a.tokens) > 1 for i in numbers for a in rows[i].actions)
+    seen = np.zeros((size, width, width), dtype=bool) if branches else None
     columns: dict[str, list[np.ndarray]] = {name: [] for name in TOKEN_FIELDS if name != "weight"}
     for b, number in enumerate(numbers):
         row = rows[number]
-        trunk, _ = _needed(row)
-        ids[b, :trunk] = row.trunk[:trunk]
-        end = trunk
-        for a, action in enumerate(row.actions):
-            n = len(action.tokens)
-            source = np.arange(action.at - 1, action.at + n - 1)
-            if action.branch and n > 1:
-                start, end = end, end + n - 1
-                ids[b, start:end] = action.tokens[:-1]
-                positions[b, start:end] = np.arange(action.at, action.at + n - 1)
-                attention[b, start:end, action.at:start] = False
-                source[1:] = np.arange(start, end)
-            columns["source_index"].append(source + b * width)
-            columns["label"].append(action.tokens)
-            columns["behaviour_logprob"].append(action.behaviour_logprob)
-            columns["version"].append(action.version)
-            for name, value in (("domain", domain_number[row.domain]), ("stream", stream_number[row.stream]),
-                                ("group", action.group), ("sequence", action.sequence), ("turn", action.turn),
-                                ("outcome_advantage", action.outcome_advantage), ("row", number), ("action", a)):
-                columns[name].append(np.full(n, value))
+        for a, source in _whole_row(row, ids[b], positions[b], None if seen is None else seen[b], 0):
+            _token_columns(columns, row, number, a, source + b * width, domain_number, stream_number)
+        end = computed_length(row)
         valid[b, :end] = True
-        positions[b, end:] = np.arange(width - end) + int(positions[b, :end].max()) + 1
-    flat = {}
-    for name, parts in columns.items():
-        kind = np.float32 if name in ("behaviour_logprob", "outcome_advantage") else np.int64
-        flat[name] = torch.from_numpy(np.concatenate(parts).astype(kind))
+        _pad(positions[b], None if seen is None else seen[b], end, 0)
     return MicroBatch(
         input_ids=torch.from_numpy(ids), position_ids=torch.from_numpy(positions), valid=torch.from_numpy(valid),
-        attention=None if attention is None else torch.from_numpy(attention[:, None]),
-        weight=torch.zeros(len(flat["label"])), tokens=int(valid.sum()), **flat)
+        attention=None if seen is None else torch.from_numpy(seen[:, None]),
+        trunk=0 if seen is None else min(_needed(rows[i])[0] for i in numbers),
+        tokens=int(valid.sum()), **_flat_fields(columns))
 
 
-def empty_micro_batch(pad_id: int) -> MicroBatch:
+def _lay_out_detached(rows, numbers, pad_id, domain_number, stream_number) -> MicroBatch:
+    """The layout of prefix_gradient "none": per row of branches its prefix, and for each decision point the token
+    before it followed by what branches off there."""
+    parts = [_split(rows[i]) if _only_branches(rows[i]) else (0, computed_length(rows[i])) for i in numbers]
+    size, width = len(numbers), max(own for _, own in parts)
+    before = max(1, *(prefix for prefix, _ in parts))
+    prefix_ids = np.full((size, before), pad_id, dtype=np.int64)
+    prefix_valid = np.zeros((size, before), dtype=bool)
+    ids = np.full((size, width), pad_id, dtype=np.int64)
+    positions = np.zeros((size, width), dtype=np.int64)
+    valid = np.zeros((size, width), dtype=bool)
+    seen = np.zeros((size, width, before + width), dtype=bool)
+    columns: dict[str, list[np.ndarray]] = {name: [] for name in TOKEN_FIELDS if name != "weight"}
+    for b, number in enumerate(numbers):
+        row, (prefix, own) = rows[number], parts[b]
+        prefix_ids[b, :prefix], prefix_valid[b, :prefix] = row.trunk[:prefix], True
+        fill = _branches_behind_points if _only_branches(row) else _whole_row
+        for a, source in fill(row, ids[b], positions[b], seen[b], before):
+            _token_columns(columns, row, number, a, source + b * width, domain_number, stream_number)
+        valid[b, :own] = True
+        _pad(positions[b], seen[b], own, before)
+    return MicroBatch(
+        input_ids=torch.from_numpy(ids), position_ids=torch.from_numpy(positions), valid=torch.from_numpy(valid),
+        attention=torch.from_numpy(seen[:, None]), prefix_ids=torch.from_numpy(prefix_ids),
+        prefix_valid=torch.from_numpy(prefix_valid), tokens=int(valid.sum()) + int(prefix_valid.sum()),
+        **_flat_fields(columns))
+
+
+def _branches_behind_points(row: Row, ids, positions, seen, before: int) -> list[tuple[int, np.ndarray]]:
+    """As _whole_row for a row of branches whose prefixes are in the part without a graph."""
+    point_column, end, sources = {}, 0, []
+    for a, action in enumerate(row.actions):
+        at, n = action.at, len(action.tokens)
+        if at not in point_column:
+            point_column[at] = end
+            ids[end], positions[end] = row.trunk[at - 1], at - 1
+            seen[end, :at - 1] = seen[end, before + end] = True
+            end += 1
+        point, start, end = point_column[at], end, end + n - 1
+        ids[start:end] = action.tokens[:-1]
+        positions[start:end] = np.arange(at, at + n - 1)
+        seen[start:end, :at - 1] = seen[start:end, before + point] = True
+        seen[start:end, before + start:before + end] = np.tril(np.ones((n - 1, n - 1), dtype=bool))
+        sources.append((a, np.concatenate([[point], np.arange(start, end)])))
+    return sources
+
+
+def empty_micro_batch(pad_id: int, prefix_gradient: str = "full") -> MicroBatch:
     """One row of padding without loss tokens: what a rank without work computes so that no other rank waits for it."""
     none = torch.zeros(0, dtype=torch.int64)
     flat = {name: none.clone() for name in TOKEN_FIELDS}
     for name in ("behaviour_logprob", "outcome_advantage", "weight"):
         flat[name] = torch.zeros(0)
-    return MicroBatch(input_ids=torch.full((1, 2), pad_id, dtype=torch.int64), position_ids=torch.arange(2)[None],
-                      valid=torch.zeros(1, 2, dtype=torch.bool), attention=None, tokens=0, **flat)
+    batch = MicroBatch(input_ids=torch.full((1, 2), pad_id, dtype=torch.int64), position_ids=torch.arange(2)[None],
+                       valid=torch.zeros(1, 2, dtype=torch.bool), attention=None, tokens=0, **flat)
+    if prefix_gradient == "none":
+        batch.prefix_ids = torch.full((1, 1), pad_id, dtype=torch.int64)
+        batch.prefix_valid = torch.zeros(1, 1, dtype=torch.bool)
+        batch.attention = torch.tensor([[[[False, True, False], [False, True, True]]]])
+    return batch

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -22,13 +23,15 @@ from mopd.learner.engine import Learner
 from mopd.learner.load import expert_load
 from mopd.learner.packing import MicroBatch, pack
 from mopd.learner.scores import Scorer, Scores
-from mopd.learner.step_metrics import StepSums
-from mopd.losses import domain_balance, make_objective, merge_moments, moments, step_weights
+from mopd.learner.step_metrics import StepSums, TurnSums
+from mopd.losses import aggregation_schedule, domain_balance, make_objective, merge_moments, moments, step_weights
 from mopd.losses.aggregation import Mode
-from mopd.losses.objectives import label_logprob
+from mopd.losses.chunked import Head
+from mopd.losses.objectives import OBJECTIVES, Objective, ObjectiveResult, label_logprob
 from mopd.rows import STREAMS, Row
 
 OWN_STREAMS = {STREAMS.index(s) for s in ("rollout", "teacher_prefix", "sft_prefix")}
+PREFIX_STREAMS = [STREAMS.index(s) for s in ("teacher_prefix", "sft_prefix")]
 
 
 class MissingScorer(ValueError):
@@ -41,26 +44,33 @@ class StepConfig:
 
     objective, objective_options   see mopd.losses.make_objective
     aggregation     token_mean, sequence_mean, prompt_mean or turn_mean
+    aggregation_to  another of these, to which it moves linearly until the run's end (TurnOPD 2607.05804); None: it stays
     balance         none, fixed (with balance_weights) or normalised (DN-MOPD)
     stream_share    stream -> share, or domain -> stream -> share
     temperature     at which log-probabilities are compared (the sampling temperature)
     max_staleness   tokens sampled by weights older than this many versions are left out and counted
+    staleness_decay   a token's weight is multiplied by this number to the power of its age in versions; 1: nothing is.
+                    See `LearnerStep._aged`
     token_budget    padded tokens per micro-batch
     peak_alert, cold_alert   expert load limits (METHOD section 5)
+    turn_scores     measure every prefix sample by itself (`LearnerReport.turn_scores`)
     """
 
     objective: str = "forward_kl"
     objective_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     aggregation: Mode = "token_mean"
+    aggregation_to: str | None = None
     balance: str = "none"
     balance_weights: dict[str, float] = dataclasses.field(default_factory=dict)
     stream_share: Mapping[str, Any] = dataclasses.field(
         default_factory=lambda: {"rollout": 1.0, "teacher_prefix": 1.0, "sft_prefix": 1.0, "demonstration": 0.0})
     temperature: float = 1.0
     max_staleness: int = 4
+    staleness_decay: float = 1.0
     token_budget: int = 2048
     peak_alert: float = 7.0
     cold_alert: float = 0.3
+    turn_scores: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,11 +79,14 @@ class LearnerReport:
 
     reverse_kl   domain -> mean reverse KL per token of the student's own samples: exact where the teacher gave its
                  whole distribution, else the k3 estimate (never negative)
+    turn_scores  (group, turn) -> what was measured there, of all ranks' prefix streams (see TurnSums.scores); empty
+                 unless the config asks for it
     """
 
     metrics: dict[str, Any]
     reverse_kl: dict[str, float]
     skipped: bool = False
+    turn_scores: dict[tuple[int, int], dict[str, float]] = dataclasses.field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -84,6 +97,19 @@ class LearnerReport:
         return self.metrics["seconds"]
 
 
+def _on_tokens(objective: Objective, arguments: dict[str, Any], chosen: torch.Tensor) -> ObjectiveResult:
+    """The objective on the chosen tokens (bool [n]) alone; the others get loss 0, no gradient, and NaN or False as
+    diagnostics."""
+    places = (chosen.nonzero()[:, 0],)
+    result = objective(**{name: None if value is None else value[places] for name, value in arguments.items()})
+
+    def spread(values: torch.Tensor, rest: float) -> torch.Tensor:
+        return values.new_full((len(chosen), *values.shape[1:]), rest).index_put(places, values)
+
+    found = {name: spread(v, math.nan if v.is_floating_point() else 0) for name, v in result.diagnostics.items()}
+    return ObjectiveResult(spread(result.loss, 0.0), found | {"unscored": ~chosen})
+
+
 class LearnerStep:
     """Callable once per optimizer step. Every rank calls it with its own rows (possibly none).
 
@@ -91,9 +117,9 @@ class LearnerStep:
     scorers   domain -> Scorer; one scorer may serve several domains
 
     metrics: loss, gradient_norm, learning_rate, step, skipped, tokens, loss_tokens, padded_tokens, micro_batches,
-    seconds {training, scoring, packing}, omega {"domain/stream": ω}, balance {domain: factor}, missing {teacher:
-    {reason: tokens}}, expert_load {cv, peak, cold: per layer}, alerts [sentences], domains {domain: numbers},
-    streams {"domain/stream": numbers}; numbers as `CellSums.record` gives them.
+    seconds {training, scoring, packing}, aggregation {mode: share}, omega {"domain/stream": ω}, balance {domain: factor},
+    missing {teacher: {reason: tokens}}, expert_load {cv, peak, cold: per layer}, alerts [sentences],
+    domains {domain: numbers}, streams {"domain/stream": numbers}; numbers as `CellSums.record` gives them.
     """
 
     def __init__(self, learner: Learner, *, domains: Sequence[str], scorers: Mapping[str, Scorer], config: StepConfig):
@@ -103,6 +129,7 @@ class LearnerStep:
             options.setdefault("temperature", config.temperature)
         self.objective = make_objective(config.objective, options)
         self.temperature = float(options.get("temperature", 1.0))
+        self._heads: dict[str, Head] = {}  # of the teachers that answer with hidden states, by domain
         missing = [d for d in self.domains if d not in self.scorers]
         if missing:
             raise MissingScorer(f"no teacher scores {', '.join(missing)}; give every domain of the run a teacher")
@@ -113,13 +140,14 @@ class LearnerStep:
         config, version = self.config, self.learner.step if step is None else step
         clock = time.perf_counter()
         batches = pack(rows, token_budget=config.token_budget, pad_id=self.learner.pad_id, domains=self.domains,
-                       streams=STREAMS)
+                       streams=STREAMS, prefix_gradient=self.learner.config.prefix_gradient)
         packed = time.perf_counter()
         missing = self._score(batches)
         scored = time.perf_counter()
         include, stale = self._included(batches, version)
         balance = self._balance(batches, include)
-        omega = self._weigh(batches, include, shares, balance)
+        mode = self._aggregation(version)
+        omega = self._weigh(batches, include, shares, balance, mode, version)
         seconds = {"packing": packed - clock, "scoring": scored - packed}
         if not omega:
             warnings.warn(f"step {version}: no token is left to train on, so the step is skipped "
@@ -129,16 +157,21 @@ class LearnerStep:
             return LearnerReport({"step": version, "skipped": True, "loss": float("nan"), "missing": missing,
                                   "seconds": {**seconds, "training": 0.0}, "domains": {}, "streams": {}}, {}, True)
         report = self.learner.train_step(batches, self._loss)
-        sums = StepSums()
+        sums, turns = StepSums(), TurnSums() if config.turn_scores else None
         for batch, keep, old, detail in zip(batches, include, stale, report.details, strict=True):
             fields = {name: getattr(batch, name).numpy() for name in (
                 "domain", "stream", "turn", "row", "action", "version", "behaviour_logprob", "weight")}
             loss = detail.pop("loss")
             sums.add({**fields, "loss": loss.float().cpu().numpy(), "include": keep, "stale": old}, detail,
                      version=version)
+            if turns is not None:
+                turns.add({name: getattr(batch, name).numpy() for name in ("group", "turn", "sequence")}, detail,
+                          keep & np.isin(fields["stream"], PREFIX_STREAMS))
         sums, missing = self._over_ranks(sums, missing)
         seconds["training"] = time.perf_counter() - scored
-        return self._report(report, sums, omega, balance, missing, seconds, version)
+        done = self._report(report, sums, omega, balance, missing, seconds, version)
+        done.metrics["aggregation"] = {mode: 1.0} if isinstance(mode, str) else dict(mode)
+        return done if turns is None else dataclasses.replace(done, turn_scores=self._turn_scores(turns))
 
     # Scores
 
@@ -147,20 +180,27 @@ class LearnerStep:
         missing: dict[str, collections.Counter[str]] = {}
         for batch in batches:
             domain = self.domains[int(batch.domain[0])]
-            scores = self.scorers[domain](batch, need=self.objective.needs, temperature=self.temperature)
+            scorer, need = self.scorers[domain], self.objective.needs
+            if need == "full" and "hidden" in getattr(scorer, "gives", ()):
+                need = "hidden"  # its logits are then made a chunk at a time, next to the student's
+            scores = scorer(batch, need=need, temperature=self.temperature)
             self._check(scores, batch, domain)
-            batch.extra["teacher_logprob"] = scores.logprob
-            if scores.logits is not None:
-                batch.extra["teacher_logits"] = scores.logits
+            batch.extra["teacher_scored"] = scores.scored()
+            for name in ("logprob", "logits", "hidden"):
+                if (value := getattr(scores, name)) is not None:
+                    batch.extra[f"teacher_{name}"] = value
+            if scores.head is not None:
+                self._heads[domain] = self._heads.get(domain) or scores.head.to(self.learner.device)
             if scores.missing:
                 missing.setdefault(scores.teacher, collections.Counter()).update(scores.missing)
         return {teacher: dict(counts) for teacher, counts in sorted(missing.items())}
 
     def _check(self, scores: Scores, batch: MicroBatch, domain: str) -> None:
-        if scores.logprob.shape != batch.label.shape:
-            raise ValueError(f"teacher {scores.teacher!r} of {domain!r} gave {tuple(scores.logprob.shape)} scores for "
+        given = scores.hidden if scores.logprob is None else scores.logprob
+        if len(given) != batch.loss_tokens:
+            raise ValueError(f"teacher {scores.teacher!r} of {domain!r} gave {len(given)} scores for "
                              f"{batch.loss_tokens} tokens")
-        if self.objective.needs == "full" and scores.logits is None:
+        if self.objective.needs == "full" and scores.logits is None and (scores.hidden is None or scores.head is None):
             raise ValueError(f"objective {self.config.objective!r} needs the whole distribution; teacher "
                              f"{scores.teacher!r} gives the sampled token's score only. Take an in-process teacher, or "
                              "the objective 'mopd'")
@@ -171,7 +211,7 @@ class LearnerStep:
         for batch in batches:
             sampled = batch.version.numpy() >= 0
             old = sampled & (version - batch.version.numpy() > self.config.max_staleness)
-            scored = torch.isfinite(batch.extra["teacher_logprob"]).cpu().numpy()
+            scored = batch.extra["teacher_scored"].cpu().numpy()
             include.append(scored & ~old)
             stale.append(old)
         return include, stale
@@ -182,21 +222,47 @@ class LearnerStep:
         config = self.config
         if config.balance != "normalised":
             return domain_balance(config.balance, self.domains, fixed=config.balance_weights)
-        # σ needs the student's own log-probabilities of all tokens before any weight: one forward without a graph.
-        student = self.learner.forward_only(
-            batches, lambda logits, batch: label_logprob(logits, batch.label, self.temperature).cpu())
+        # σ needs the log-probabilities of all tokens before any weight: one forward without a graph.
+        ratios = self.learner.forward_only(batches, self._log_ratio)
         parts: dict[str, list] = {d: [] for d in self.domains}
-        for batch, keep, logprob in zip(batches, include, student, strict=True):
+        for batch, keep, ratio in zip(batches, include, ratios, strict=True):
             chosen = torch.from_numpy(keep & np.isin(batch.stream.numpy(), list(OWN_STREAMS)))
-            ratio = batch.extra["teacher_logprob"].cpu() - logprob
             parts[self.domains[int(batch.domain[0])]].append(moments(ratio[chosen]))
         mine = {d: merge_moments(found) for d, found in parts.items()}
         ranks = self._gather(mine)
         return domain_balance("normalised", self.domains,
                               log_ratio={d: merge_moments(rank[d] for rank in ranks) for d in self.domains})
 
+    def _log_ratio(self, logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """log π_T − log π_θ of the labels, [n] on the CPU."""
+        teacher = batch.extra.get("teacher_logprob")
+        if teacher is None:
+            teacher = label_logprob(self._teacher_logits(batch), batch.label, self.temperature)
+        return (teacher - label_logprob(logits, batch.label, self.temperature)).cpu()
+
+    def _aggregation(self, version: int) -> Mode:
+        """The aggregation at this step, {mode: share} where it moves: by steps, or by `learner.spent`, the share of the
+        run's token budget, where that is further on (as the learning rate does)."""
+        config = self.config
+        if config.aggregation_to is None:
+            return config.aggregation
+        done = max(version / self.learner.total_steps, self.learner.spent)
+        return aggregation_schedule(config.aggregation, config.aggregation_to, done, 1)
+
+    def _aged(self, batch: MicroBatch, version: int) -> np.ndarray:
+        """staleness_decay ** (trainer version − token version) of the loss tokens, [N]; 1 where no student sampled.
+
+        The factor comes after the denominators, like the w_t of METHOD section 3: an old token counts less without others
+        counting more, so a fresh token's gradient does not depend on how old its neighbours are, and a batch that is old
+        throughout makes a smaller step (within the denominators a common factor would cancel and do nothing). The price
+        is that cells with older tokens lose some of their share ω; what each kept is the `weight` of its stream.
+        """
+        made = batch.version.numpy()
+        age = np.where(made >= 0, np.maximum(version - made, 0), 0)
+        return np.power(float(self.config.staleness_decay), age)
+
     def _weigh(self, batches: Sequence[MicroBatch], include: Sequence[np.ndarray], shares: Mapping[str, float],
-               balance: Mapping[str, float]) -> dict[tuple[str, str], float]:
+               balance: Mapping[str, float], mode: Mode, version: int) -> dict[tuple[str, str], float]:
         """Fill `weight` of every micro-batch from the whole step's tokens (all ranks); returns ω by cell."""
         names = ("sequence", "group", "turn", "domain", "stream")
         columns = [np.concatenate([getattr(b, name).numpy() for b in batches]) if batches else np.zeros(0, np.int64)
@@ -207,27 +273,40 @@ class LearnerStep:
         if not whole[-1].any():
             return {}
         weights, omega = step_weights(
-            self.config.aggregation, *whole[:5], domains=self.domains, streams=STREAMS, domain_share=shares,
+            mode, *whole[:5], domains=self.domains, streams=STREAMS, domain_share=shares,
             stream_share=self.config.stream_share, balance=balance, include=whole[5])
         start = sum(len(rank[0]) for rank in ranks[:self.learner.rank])
         for batch in batches:
-            batch.weight = torch.from_numpy(weights[start:start + batch.loss_tokens].astype(np.float32))
+            mine = weights[start:start + batch.loss_tokens] * self._aged(batch, version)
+            batch.weight = torch.from_numpy(mine.astype(np.float32))
             start += batch.loss_tokens
         return omega
 
+    def _teacher_logits(self, batch: MicroBatch) -> torch.Tensor | None:
+        """[n, V] as given, or made here from hidden states and the teacher's head; None where there are none."""
+        hidden = batch.extra.get("teacher_hidden")
+        if hidden is None:
+            return batch.extra.get("teacher_logits")
+        return self._heads[self.domains[int(batch.domain[0])]].logits(hidden)
+
     def _loss(self, logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        teacher = batch.extra.get("teacher_logits")
+        """The weighted loss of a chunk of tokens, and what the objective says of each of them."""
+        teacher = self._teacher_logits(batch)
         width = logits.shape[-1] if teacher is None else min(logits.shape[-1], teacher.shape[-1])
         # Output matrices padded to other sizes: the softmax runs over the ids that both have.
         logits = logits[:, :width]
         arguments = dict(
             student_logits=logits, teacher_logits=None if teacher is None else teacher[:, :width],
-            teacher_logprob=batch.extra["teacher_logprob"], label=batch.label,
+            teacher_logprob=batch.extra.get("teacher_logprob"), label=batch.label,
             behaviour_logprob=batch.behaviour_logprob, outcome_advantage=batch.outcome_advantage)
         if getattr(self.objective, "advantage_student", "") == "snapshot":
             # One update per batch: the policy at the start of the step is the present one.
             arguments["snapshot_logprob"] = label_logprob(logits.detach(), batch.label, self.temperature)
-        result = self.objective(**arguments)
+        scored = batch.extra["teacher_scored"]
+        if self.config.objective in OBJECTIVES or bool(scored.all()):
+            result = self.objective(**arguments)
+        else:  # an objective of the user's own need not know of missing scores: it is not shown them
+            result = _on_tokens(self.objective, arguments, scored)
         # Tokens without weight may carry anything (a missing score): select before arithmetic.
         kept = torch.where(batch.weight != 0, result.loss, 0.0)
         return (kept * batch.weight).sum(), {"loss": kept.detach(), **result.diagnostics}
@@ -241,6 +320,12 @@ class LearnerStep:
         found: list[Any] = [None] * self.learner.world_size
         torch.distributed.all_gather_object(found, mine)
         return found
+
+    def _turn_scores(self, mine: TurnSums) -> dict[tuple[int, int], dict[str, float]]:
+        total = TurnSums()
+        for part in self._gather(mine):
+            total.merge(part)
+        return total.scores()
 
     def _over_ranks(self, sums: StepSums, missing: dict[str, dict[str, int]]):
         if self.learner.world_size == 1:

@@ -78,6 +78,65 @@ class CellSums:
         return found
 
 
+# name of a decision point's score -> name among the objective's diagnostics
+TURN_SCORES = {"k1": "k1", "k3": "k3", "reverse_kl": "reverse_kl", "teacher_entropy": "teacher_entropy",
+               "student_entropy": "student_entropy", "agreement": "agreement"}
+
+
+class TurnSums:
+    """Sums of the diagnostics by action, over a step: what was measured at each decision point, per (group, turn).
+
+    Holds one row per action; an action's tokens lie in one micro-batch of one rank, so how a batch was split moves no sum.
+    """
+
+    def __init__(self):
+        self.keys: list[np.ndarray] = []
+        self.parts: dict[str, list[np.ndarray]] = {name: [] for name in TURN_SCORES}
+
+    def add(self, tokens: Mapping[str, np.ndarray], diagnostics: Mapping[str, torch.Tensor], chosen: np.ndarray) -> None:
+        """Take the tokens of a micro-batch where `chosen` (bool [N]) holds; tokens have group, turn and sequence."""
+        if not chosen.any():
+            return
+        keys, action = np.unique(np.stack([tokens[name][chosen] for name in ("group", "turn", "sequence")], axis=1), axis=0,
+                                 return_inverse=True)
+        action = action.ravel()
+        self.keys.append(keys)
+        for name, source in TURN_SCORES.items():
+            values = np.full(len(action), np.nan) if source not in diagnostics else \
+                diagnostics[source].detach().cpu().numpy().astype(np.float64)[chosen]
+            known = np.isfinite(values)
+            sums = [np.bincount(action, weights, minlength=len(keys)) for weights in (np.where(known, values, 0.0), known)]
+            self.parts[name].append(np.stack(sums, axis=1))
+
+    def merge(self, other: TurnSums) -> None:
+        self.keys += other.keys
+        for name, parts in other.parts.items():
+            self.parts[name] += parts
+
+    def scores(self) -> dict[tuple[int, int], dict[str, float]]:
+        """(group, turn) -> {"reverse_kl", "k1", "teacher_entropy", "student_entropy", "disagreement"}, means over the tokens
+        of all its actions; the reverse KL is exact where the teacher's distribution was there, else the k3 estimate. What
+        is not known is left out. Sums are exactly rounded, so neither order nor ranks move them."""
+        if not self.keys:
+            return {}
+        keys = np.concatenate(self.keys)
+        sums = {name: np.concatenate(parts) for name, parts in self.parts.items()}
+        rows: dict[tuple[int, int], list[int]] = {}
+        for i, (group, turn, _) in enumerate(keys.tolist()):
+            rows.setdefault((group, turn), []).append(i)
+        found = {}
+        for key, mine in sorted(rows.items()):
+            mean = {name: math.fsum(values[mine, 0]) / count for name, values in sums.items()
+                    if (count := values[mine, 1].sum())}
+            if "reverse_kl" not in mean and "k3" in mean:
+                mean["reverse_kl"] = mean["k3"]
+            mean.pop("k3", None)
+            if "agreement" in mean:
+                mean["disagreement"] = 1.0 - mean.pop("agreement")
+            found[key] = mean
+        return found
+
+
 class StepSums:
     """CellSums by (domain, stream) index of a whole step."""
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from mopd.learner.checkpoint import latest, load_checkpoint, save_checkpoint
 from mopd.learner.engine import Learner, LearnerConfig, StepReport
-from mopd.learner.packing import MicroBatch, pack
+from mopd.learner.packing import MicroBatch, pack, row_cost, spread
 from mopd.rows import Action, Row
 from prefix_store.trajectory import Sequence as Trajectory
 
@@ -196,7 +196,8 @@ def train_supervised(
         started = time.perf_counter()
         while learner.step < total:
             numbers = plan.rows_at(learner.step)
-            mine = [rows[i] for i in numbers[learner.rank::learner.world_size]]
+            shares_of_ranks = spread([row_cost(rows[i]) for i in numbers], learner.world_size)
+            mine = [rows[numbers[k]] for k in shares_of_ranks[learner.rank]]
             batches = pack(mine, token_budget=config.token_budget, pad_id=pad_id, domains=domains, streams=(STREAM,),
                            by_domain=False)
             share = 1.0 / sum(rows[i].loss_tokens for i in numbers)
@@ -240,9 +241,10 @@ def mean_cross_entropy(model: nn.Module, rows: Sequence[Row], *, pad_id: int,
     with torch.inference_mode():
         for batch in batches:
             batch = batch.to(device)
-            logits = PackedLM(model)(batch)
+            losses = PackedLM(model).per_token(batch, lambda logits, part: torch.nn.functional.cross_entropy(
+                logits, part.label, reduction="none"))
             domain = domains[int(batch.domain[0])]
-            sums[domain] += float(torch.nn.functional.cross_entropy(logits, batch.label, reduction="sum"))
+            sums[domain] += float(losses.double().sum())
             counts[domain] += batch.loss_tokens
     model.train(was_training)
     return {d: sums[d] / counts[d] for d in domains}

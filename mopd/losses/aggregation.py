@@ -96,7 +96,7 @@ def _mode_weights(mode: str, sequence: np.ndarray, group: np.ndarray, turn: np.n
     return 1.0 / (tokens_in_unit[unit] * units_in_cell[cell].astype(np.float64))
 
 
-def aggregation_schedule(start: str, end: str, step: int, steps: int) -> dict[str, float]:
+def aggregation_schedule(start: str, end: str, step: float, steps: float) -> dict[str, float]:
     """Linear schedule from one mode to another (TurnOPD): {mode: share} at `step`, all `start` at 0, all `end` from
     `steps` on."""
     for name in (start, end):

@@ -8,6 +8,7 @@ unchunked functions.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -36,6 +37,64 @@ class HeadSpec:
 
     scale: float = 1.0
     softcap: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """A model's output head as tensors: weight [V, H], bias [V] or None, and what follows their product."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    spec: HeadSpec = HeadSpec()
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [N, V] of hidden[N, H] in float32 (float64 if an input is), without a graph."""
+        return _logits(hidden, self.weight, self.bias, self.spec)
+
+    def cut(self, vocabulary: int | None) -> Head:
+        """The head of the first `vocabulary` ids (None: all of them)."""
+        if vocabulary is None or vocabulary >= len(self.weight):
+            return self
+        return Head(*_cut(self.weight, self.bias, vocabulary), self.spec)
+
+    def to(self, device: torch.device | str) -> Head:
+        """The same head with its tensors on `device`."""
+        return Head(self.weight.to(device), None if self.bias is None else self.bias.to(device), self.spec)
+
+
+# (logits [n, V] with a graph, which rows these are) -> (scalar, {name: [n, ...] detached}).
+ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
+
+
+def chunked_loss(hidden: Tensor, head: Head, function: ChunkLoss, *, rows: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """The sum of `function` over chunks of `rows` positions of hidden[N, H], and its details joined along them.
+
+    Value and gradients (hidden states, head weight, bias) are those of ``function(all logits, slice(0, N))`` for any
+    function whose scalar is a sum over positions. Each chunk's logits, loss and gradient are made and dropped before
+    the next one's, in the forward pass; the backward pass only multiplies. So one chunk of logits and its graph is
+    alive at a time, nothing is computed twice, and the head's weights are not needed in the backward pass. N = 0 gives
+    zero with a full graph and no details.
+
+    Low-precision inputs are multiplied with float32 results and accumulators. Only the student's side has a gradient:
+    a teacher's logits are the function's business.
+    """
+    _check(hidden, head.weight, head.bias, "model")
+    details: list[dict[str, Tensor]] = []
+    gradient = torch.is_grad_enabled()  # inside the function it never is
+    loss = _ChunkedLoss.apply(hidden, head.weight, head.bias, head.spec, function, _rows(rows, head.weight), details,
+                              gradient)
+    return loss, join_details(details)
+
+
+def join_details(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Per-position tensors of several chunks as one dict. Raises ValueError where the chunks do not name the same."""
+    if len(parts) < 2:
+        return parts[0] if parts else {}
+    if any(part.keys() != parts[0].keys() for part in parts):
+        raise ValueError("a loss function named other details for one chunk of tokens than for another: "
+                         f"{sorted({name for part in parts for name in part})}")
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def chunked_divergence(
@@ -271,3 +330,39 @@ class _ChunkedLogprob(torch.autograd.Function):
             gradients.add(rows, gradient.mul_(upstream[rows].unsqueeze(-1) / temperature), logits)
             del logits, gradient
         return *gradients.result(), None, None, None, None
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Forward makes value and gradients chunk by chunk; see chunked_loss."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, spec, function, chunk, details, gradient):
+        needed = ctx.needs_input_grad[:3] if gradient else (False, False, False)
+        gradients = _HeadGradients(hidden, weight, bias, spec, needed)
+        total = hidden.new_zeros((), dtype=compute_dtype(hidden, weight))
+        for rows in _slices(len(hidden), chunk):
+            logits = _logits(hidden[rows], weight, bias, spec)
+            if any(needed):
+                with torch.enable_grad():
+                    loss, detail = function(logits.requires_grad_(), rows)
+                    (gradient,) = torch.autograd.grad(loss, logits, materialize_grads=True)
+                # An expanded gradient (that of a plain sum) cannot be changed in place.
+                gradients.add(rows, gradient.to(logits.dtype).contiguous(), logits.detach())
+                del gradient
+            else:
+                loss, detail = function(logits, rows)
+            total += loss.detach()
+            details.append(detail)
+            del logits, loss  # before the next chunk's are made
+        ctx.gradients = gradients.result()
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream):
+        if ctx.gradients is None:
+            raise RuntimeError("a chunked loss keeps its gradients for one backward pass only; compute the loss again")
+        # In place: a second copy of the head's gradient would be the largest tensor of all.
+        found = [None if g is None else g.mul_(upstream.to(g.dtype)) for g in ctx.gradients]
+        ctx.gradients = None
+        return *found, None, None, None, None, None

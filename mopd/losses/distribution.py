@@ -106,6 +106,39 @@ def divergence(
     return flat.reshape(student_logits.shape[:-1])
 
 
+def divergence_and_numbers(
+    student_logits: Tensor, teacher_logits: Tensor, label: Tensor, spec: DivergenceSpec
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`divergence` of [T, V] logits -> [T], and the `token_numbers` of the same rows from the same log-softmaxes."""
+    numbers: dict[str, Tensor] = {}
+    return _Divergence.apply(student_logits, teacher_logits.detach(), spec, label, numbers), numbers
+
+
+@torch.no_grad()
+def token_numbers(student: Tensor, teacher: Tensor | None, label: Tensor) -> dict[str, Tensor]:
+    """What every objective reports of a token, [T] each, from log-probabilities [T, V] of both models: entropies, the
+    label's log-probabilities, both exact KLs, and whether the label is the teacher's most likely token (NaN rows stay
+    NaN). Without a teacher only the student's numbers."""
+    ids, p = label.unsqueeze(-1), student.exp()
+    own = _weighted(p, student)
+    found = {"student_entropy": -own, "student_logprob": student.gather(-1, ids).squeeze(-1)}
+    if teacher is None:
+        return found
+    q = teacher.exp()
+    theirs = _weighted(q, teacher)
+    top = (teacher.argmax(-1) == label).float()
+    return found | {
+        "teacher_entropy": -theirs, "teacher_logprob": teacher.gather(-1, ids).squeeze(-1),
+        "reverse_kl": own - _weighted(p, teacher), "forward_kl": theirs - _weighted(q, student),
+        "agreement": torch.where(torch.isnan(theirs), torch.nan, top),
+    }  # fmt: skip
+
+
+def _weighted(mass: Tensor, log_mass: Tensor) -> Tensor:
+    """Σ_v mass · log_mass where there is mass; NaN rows stay NaN."""
+    return log_mass.masked_fill(mass == 0, 0.0).mul_(mass).sum(-1)
+
+
 def select_ids(logits: Tensor, ids: int | Tensor) -> Tensor:
     """The columns of logits[..., V] that two vocabularies share: the first `ids` of them, or the listed ones."""
     if isinstance(ids, int):
@@ -124,9 +157,12 @@ class _Divergence(torch.autograd.Function):
     """Closed-form gradient computed with the value: one [T, V] tensor is kept for the backward pass, nothing else."""
 
     @staticmethod
-    def forward(ctx, student_logits: Tensor, teacher_logits: Tensor, spec: DivergenceSpec) -> Tensor:
+    def forward(
+        ctx, student_logits: Tensor, teacher_logits: Tensor, spec: DivergenceSpec, label: Tensor | None = None,
+        numbers: dict[str, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
         value, gradient = divergence_kernel(
-            student_logits, teacher_logits, spec, ctx.needs_input_grad[0], student_logits.dtype
+            student_logits, teacher_logits, spec, ctx.needs_input_grad[0], student_logits.dtype, label, numbers
         )
         if gradient is not None:
             ctx.save_for_backward(gradient)
@@ -136,7 +172,7 @@ class _Divergence(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, upstream: Tensor):
         (gradient,) = ctx.saved_tensors
-        return (gradient * upstream.unsqueeze(-1)).to(gradient.dtype), None, None
+        return (gradient * upstream.unsqueeze(-1)).to(gradient.dtype), None, None, None, None
 
 
 # Rows are worked through in blocks, so that intermediate tensors stay in a CPU's cache (and out of a GPU's way): on one
@@ -157,8 +193,11 @@ def divergence_kernel(
     spec: DivergenceSpec,
     with_gradient: bool,
     gradient_dtype: torch.dtype | None = None,
+    label: Tensor | None = None,
+    numbers: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """value[T] and d value / d student_logits [T, V] (None unless asked for), of logits [T, V], without autograd.
+    """value[T] and d value / d student_logits [T, V] (None unless asked for), of logits [T, V], without autograd. With
+    label[T] `numbers` is filled with the token_numbers.
 
     Beyond its results it holds a block of rows at a time (see block_rows).
     """
@@ -166,28 +205,33 @@ def divergence_kernel(
     value = student_logits.new_empty(len(student_logits), dtype=dtype)
     gradient = torch.empty_like(student_logits, dtype=gradient_dtype or dtype) if with_gradient else None
     step = block_rows(student_logits)
-    for start in range(0, len(student_logits), step):
+    for start in range(0, max(len(student_logits), 1), step):
         rows = slice(start, start + step)
-        value[rows], part = _block(student_logits[rows], teacher_logits[rows], spec, with_gradient)
+        student, teacher = (_log_softmax(x[rows], dtype, spec.temperature) for x in (student_logits, teacher_logits))
+        if numbers is not None:
+            for name, found in token_numbers(student, teacher, label[rows]).items():
+                # Made once: a small tensor kept per block would scatter the heap that the blocks come from.
+                numbers.setdefault(name, torch.empty_like(value))[rows] = found
+        value[rows], part = _block(student, teacher, spec, with_gradient)
         if gradient is not None:
             gradient[rows] = part
     return value, gradient
 
 
+def _log_softmax(logits: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
+    logits = logits.to(dtype)
+    return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
+
+
 def _block(
-    student_logits: Tensor, teacher_logits: Tensor, spec: DivergenceSpec, with_gradient: bool
+    student: Tensor, teacher: Tensor, spec: DivergenceSpec, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """divergence_kernel on a block of rows.
+    """divergence_kernel on a block of rows of log-probabilities, which are consumed in place.
 
     Derivation: over outcomes o with student log-mass l_o (single ids, and the tail bucket) let g_o = ∂value/∂l_o. Since
     ∂l_v/∂z_u = 1[u=v] − p_u for an id and p_u 1[u∈tail]/P_tail − p_u for the bucket,
     ∂value/∂z_u = g_u 1[u∈ids] + g_tail p_u/P_tail 1[u∈tail] − p_u Σ_o g_o.
     """
-    dtype = compute_dtype(student_logits, teacher_logits)
-    student, teacher = student_logits.to(dtype), teacher_logits.to(dtype)
-    if spec.temperature != 1.0:
-        student, teacher = student / spec.temperature, teacher / spec.temperature
-    student, teacher = torch.log_softmax(student, dim=-1), torch.log_softmax(teacher, dim=-1)
     if spec.support == "full":
         value, gradient = _full(student, teacher, spec, with_gradient)
     else:

@@ -22,7 +22,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mopd.losses.distribution import DivergenceSpec, block_rows, compute_dtype, divergence
+from mopd.losses.distribution import (
+    DivergenceSpec,
+    block_rows,
+    compute_dtype,
+    divergence_and_numbers,
+    token_numbers,
+)
 from mopd.losses.policy import (
     CORRECTIONS,
     ESTIMATORS,
@@ -188,12 +194,13 @@ class DivergenceObjective:
             # Select before arithmetic: a missing row becomes the student's own, which has neither loss nor gradient.
             own = student_logits.detach().to(teacher_logits.dtype)
             filled = torch.where(scored.unsqueeze(-1), teacher_logits, own)
-        value = divergence(student_logits, filled, **dataclasses.asdict(self.spec))
+        value, found = divergence_and_numbers(student_logits, filled, label, self.spec)
         infinite = scored & torch.isinf(value.detach())
         loss = torch.where(scored & ~infinite, value, 0.0)
-        found = diagnose(
-            student_logits, teacher_logits, label, teacher_logprob=teacher_logprob, temperature=self.spec.temperature
-        )
+        for name in found:
+            known = found[name] if name.startswith("student") else torch.where(scored, found[name], torch.nan)
+            found[name] = known.float()
+        found = _completed(found, None, teacher_logprob)
         none = torch.zeros_like(scored)
         found.update(unscored=~scored, infinite=infinite, masked=none, clipped=none)
         return ObjectiveResult(loss, found)
@@ -359,32 +366,20 @@ def diagnose(
 
     A label's log-probability is read from the logits where it is not given.
     """
-    columns: dict[str, list[Tensor]] = {}
-
-    def put(name: str, values: Tensor) -> None:
-        columns.setdefault(name, []).append(values)
-
-    step = block_rows(student_logits)
+    parts, step = [], block_rows(student_logits)
     for start in range(0, max(len(label), 1), step):
         rows = slice(start, start + step)
-        ids = label[rows].unsqueeze(-1)
         student = torch.log_softmax(student_logits[rows].detach().float() / temperature, dim=-1)
-        p = student.exp()
-        own = _weighted(p, student)
-        put("student_entropy", -own)
-        put("student_logprob", student.gather(-1, ids).squeeze(-1))
-        if teacher_logits is None:
-            continue
-        teacher = torch.log_softmax(teacher_logits[rows].detach().float() / temperature, dim=-1)
-        q = teacher.exp()
-        theirs = _weighted(q, teacher)
-        put("teacher_entropy", -theirs)
-        put("teacher_logprob", teacher.gather(-1, ids).squeeze(-1))
-        put("reverse_kl", own - _weighted(p, teacher))
-        put("forward_kl", theirs - _weighted(q, student))
-        top = (teacher.argmax(-1) == label[rows]).float()
-        put("agreement", torch.where(torch.isnan(theirs), torch.nan, top))
-    found = {name: torch.cat(parts) for name, parts in columns.items()}
+        teacher = None if teacher_logits is None else torch.log_softmax(
+            teacher_logits[rows].detach().float() / temperature, dim=-1)
+        parts.append(token_numbers(student, teacher, label[rows]))
+    found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return _completed(found, student_logprob, teacher_logprob)
+
+
+def _completed(found: dict[str, Tensor], student_logprob: Tensor | None, teacher_logprob: Tensor | None
+               ) -> dict[str, Tensor]:
+    """Numbers with the log-probabilities that were given in place of the computed ones, and k1 and k3 of them."""
     for name, given in (("student_logprob", student_logprob), ("teacher_logprob", teacher_logprob)):
         if given is not None:
             found[name] = given.detach().float()
@@ -393,11 +388,6 @@ def diagnose(
     for estimator in ("k1", "k3"):
         found[estimator] = sampled_kl(found["student_logprob"], found["teacher_logprob"], estimator=estimator)
     return found
-
-
-def _weighted(mass: Tensor, log_mass: Tensor) -> Tensor:
-    """Σ_v mass · log_mass where there is mass; NaN rows stay NaN."""
-    return log_mass.masked_fill(mass == 0, 0.0).mul_(mass).sum(-1)
 
 
 def _positive(temperature: float) -> float:

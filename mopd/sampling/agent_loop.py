@@ -12,9 +12,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListLike
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from mopd.environments.base import Observation, Task
+from mopd.environments.replay import HASHES, observation_hash
 from mopd.sampling.base import Completion, Request, SamplingEngine, SamplingOptions
 from mopd.sampling.contexts import ContextBuilder
 from mopd.sampling.rendering import ChatRenderer, first_message
@@ -26,15 +29,32 @@ RETRY_PAUSE_S = 0.2
 ENVIRONMENT_THREADS = 8
 
 
+class Start(Protocol):
+    """Where an episode begins that does not begin at its task's start: before turn `turn`, after the tokens `prefix`
+    uint32 [T]. At most `turns` actions are played from there."""
+
+    prefix: np.ndarray
+    turn: int
+    turns: int
+
+    def open(self) -> Any:
+        """The environment in that state, or on its way to it: `step`, `broken` and `give_back`."""
+
+    def messages(self, environment: Any) -> list[dict[str, str]]:
+        """The conversation up to a user message, with what `open` gave; asked for once that has answered an action."""
+
+
 @dataclasses.dataclass(frozen=True)
 class EpisodeSpec:
-    """What to play. `seed` decides every draw; `group` and `sequence` are the numbers within the step."""
+    """What to play. `seed` decides every draw; `group` and `sequence` are the numbers within the step. With `start` the
+    episode goes on from there: its first action is drawn by `seed` itself, as a fresh turn is."""
 
     domain: str
     task: Task
     seed: int
     group: int = 0
     sequence: int = 0
+    start: Start | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +80,12 @@ class Episode:
     """How an episode went.
 
     sequence             token by token; None after an infrastructure failure
-    failure              category of the infrastructure failure that ended it, or ""; `failure_text` says more
+    failure              category of the infrastructure failure that ended it, or ""; `failure_text` says more, and
+                         `failure_record` in plain values where the failure has some (a replay that diverged)
     score, success       the environment's last word
     turns, malformed     actions played, and how many of them were not understood
     attempts             1, and one more for every time it was played again
-    ended                "done", or the limit that ended it: turn_limit, context_limit, malformed_limit
+    ended                "done", or the limit that ended it: turn_limit, context_limit, malformed_limit, resume_limit
     environment_seconds  its share of the wall-clock time spent on environments (resets, steps)
     sampling_seconds     its share of the wall-clock time spent in the engine
     """
@@ -73,6 +94,7 @@ class Episode:
     sequence: Sequence | None = None
     failure: str = ""
     failure_text: str = ""
+    failure_record: dict[str, Any] = dataclasses.field(default_factory=dict)
     score: float = 0.0
     success: bool = False
     turns: int = 0
@@ -94,6 +116,7 @@ class _Playing:
     messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
     actions: list[str] = dataclasses.field(default_factory=list)
     finishes: list[str] = dataclasses.field(default_factory=list)
+    seen: list[str] = dataclasses.field(default_factory=list)
     observation: Observation | None = None
 
     @property
@@ -129,7 +152,8 @@ def play_episodes(
 
     A limit that is reached, or an action that is not understood, is an outcome like any other. An environment's failure
     gives no reward: after the retries the episode has a `failure` and no sequence; so has one whose first prompt alone
-    fills the context (`prompt_too_long`). Every episode without a `failure` has a sequence. Raises ValueError before
+    fills the context (`prompt_too_long`). Every episode without a `failure` has a sequence; that of an episode with a
+    `start` holds only what was played from there, behind a prompt, and is no trajectory for a store. Raises ValueError before
     anything is played where a domain has no pool or harness, or a context limit exceeds the engine's positions.
     """
     loop = _Loop(engine, pools, renderer, harnesses, fingerprint, source, retries)
@@ -209,18 +233,24 @@ class _Loop:
         def acquire(playing: _Playing):
             if playing.episode.attempts > 1:
                 time.sleep(RETRY_PAUSE_S * 2 ** (playing.episode.attempts - 2))
+            if playing.episode.spec.start is not None:
+                return playing.episode.spec.start.open(), None
             return self.pools[playing.episode.spec.domain].acquire(playing.episode.spec.task)
 
         for playing, answer in self._beside(entering, acquire):
             if answer is None:
                 continue
             playing.environment, playing.observation = answer
+            playing.messages, playing.actions, playing.finishes, playing.seen = [], [], [], []
+            if (start := playing.episode.spec.start) is not None:
+                playing.builder = ContextBuilder(start.prefix, turn=start.turn)
+                continue
             system = self.harnesses[playing.episode.spec.domain].system_prompt
             view = playing.observation
             playing.messages = [{"role": "system", "content": system}] if system else []
             playing.messages.append({"role": "user", "content": first_message(view.instruction, view.text)})
             playing.builder = ContextBuilder(self.renderer.start(playing.messages))
-            playing.actions, playing.finishes = [], []
+            playing.seen = [observation_hash(view, first=True)]
             harness = self.harnesses[playing.episode.spec.domain]
             if len(playing.builder.tokens) >= harness.max_context_tokens:
                 # No model could act here: neither an outcome nor worth another try.
@@ -241,6 +271,9 @@ class _Loop:
             spec, harness = playing.episode.spec, self.harnesses[playing.episode.spec.domain]
             room = harness.max_context_tokens - len(playing.builder.tokens)
             seed = stable_seed(spec.seed, "turn", playing.builder.turns)
+            if spec.start is not None and not playing.actions:
+                # The very turn that would be written here without an environment.
+                seed, room = spec.seed, harness.max_turn_tokens
             requests.append(
                 Request(playing.builder.tokens, seed, playing.session, max_tokens=min(harness.max_turn_tokens, room))
             )
@@ -264,7 +297,11 @@ class _Loop:
         playing.episode.turns += 1
 
     def _answer(self, playing: _Playing, observation: Observation) -> None:
+        start = playing.episode.spec.start
+        if start is not None and len(playing.actions) == 1:
+            playing.messages = [*start.messages(playing.environment), *playing.messages]
         playing.observation = observation
+        playing.seen.append(observation_hash(observation))
         playing.episode.malformed += observation.malformed
         if observation.done:
             self._finish(playing, "done")
@@ -275,12 +312,15 @@ class _Loop:
 
     def _apply_limits(self, playing: _Playing) -> None:
         harness, episode = self.harnesses[playing.episode.spec.domain], playing.episode
+        start = episode.spec.start
         if playing.builder.turns >= harness.max_turns:
             self._finish(playing, "turn_limit")
         elif len(playing.builder.tokens) >= harness.max_context_tokens:
             self._finish(playing, "context_limit")
         elif 0 < harness.max_malformed <= episode.malformed:
             self._finish(playing, "malformed_limit")
+        elif start is not None and episode.turns >= start.turns:
+            self._finish(playing, "resume_limit")
 
     def _finish(self, playing: _Playing, ended: str) -> None:
         """Write the outcome and give the environment back."""
@@ -297,7 +337,8 @@ class _Loop:
             environment_version=str(pool.family.version), seed=int(spec.task.seed), split=spec.task.split,
             contexts=playing.builder.build(), actions=tuple(playing.actions), outcome=outcome, source=self.source,
             fingerprint=self.fingerprint,
-            metadata={"episode_seed": int(spec.seed), "cut_actions": playing.finishes.count("length")},
+            metadata={"episode_seed": int(spec.seed), "cut_actions": playing.finishes.count("length")}
+            | ({HASHES: playing.seen} if spec.start is None else {"begins_at_turn": spec.start.turn}),
         )
         self._release(playing)
 
@@ -305,7 +346,9 @@ class _Loop:
         self.engine.end_sessions([playing.session])
         environment, playing.environment = playing.environment, None
         playing.builder = None
-        if environment is not None:
+        if environment is not None and playing.episode.spec.start is not None:
+            environment.give_back()
+        elif environment is not None:
             self.pools[playing.episode.spec.domain].release(environment)
 
     def _fail(self, playing: _Playing, error: Exception) -> None:
@@ -315,7 +358,8 @@ class _Loop:
             playing.environment.broken = True
         self._release(playing)
         episode = playing.episode
-        if episode.attempts > self.retries:
+        if episode.attempts > self.retries or getattr(error, "final", False):
+            episode.failure_record = getattr(error, "record", {})
             episode.failure = getattr(error, "category", "") or "environment_exception"
             episode.failure_text = f"{type(error).__name__}: {error}"
             return

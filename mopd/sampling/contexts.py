@@ -33,12 +33,13 @@ class _Growing:
 
 
 class ContextBuilder:
-    """Grows a sequence's contexts: `prompt`, then `act` and `observe` in turn."""
+    """Grows a sequence's contexts: `prompt`, then `act` and `observe` in turn. `turn` is the number of the first action's
+    turn: above 0 where the prompt holds turns that others played."""
 
-    def __init__(self, prompt: np.ndarray):
+    def __init__(self, prompt: np.ndarray, *, turn: int = 0):
         self._contexts = [_Growing()]
         self._contexts[0].add("prompt", prompt, -1, "", np.nan, -1)
-        self.turns = 0
+        self.turns = turn
 
     @property
     def tokens(self) -> np.ndarray:

@@ -12,7 +12,7 @@ import numpy as np
 
 from mopd.rows import Action, Row
 from mopd.sampling.base import Request, SamplingEngine, SamplingOptions
-from prefix_store.trajectory import Sequence
+from prefix_store.trajectory import DecisionPoint, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +24,7 @@ class FreshTurnPoint:
     turn      the turn's number in the stored sequence
     seeds     one per fresh turn
     group     number of this point's group; its turns get the sequence numbers sequence, sequence + 1, …
+    at        where the point lies in the store, for those who go on from there with an environment
     """
 
     domain: str
@@ -34,6 +35,7 @@ class FreshTurnPoint:
     seeds: tuple[int, ...]
     group: int
     sequence: int
+    at: DecisionPoint | None = None
 
 
 def sample_fresh_turns(

@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mopd.learner.forward import apply_head, hidden_at_loss_tokens
+from mopd.learner.forward import apply_head, head_of, hidden_at_loss_tokens
 from mopd.learner.moe import weights_hash
 from mopd.learner.packing import MicroBatch
 from mopd.learner.scores import Scores
+from mopd.losses.chunked import chunked_logprob
 
 
 class HFTeacher:
@@ -31,35 +32,55 @@ class HFTeacher:
         self.device = next(model.parameters()).device
         self.weights_hash = weights_hash(model)
         self.scored_tokens = 0
+        head = head_of(model)
+        self.head = None if head is None else head.cut(vocabulary)
+        weight = model.get_output_embeddings().weight
+        if torch.isnan(weight).any():
+            raise ValueError(f"the output matrix of teacher {teacher!r} has NaN entries; its checkpoint is damaged")
+        self.ids = len(weight) if vocabulary is None else min(vocabulary, len(weight))
 
     @torch.no_grad()
-    def __call__(self, batch: MicroBatch, *, need: str = "full", temperature: float = 1.0,
-                 hidden: bool = False) -> Scores:
-        """Scores of the micro-batch's N loss tokens on its own device. Raises ValueError for an unknown `need`, a
-        temperature that is not positive, or a label that the teacher has no id for."""
-        if need not in ("full", "sampled"):
-            raise ValueError(f"need must be 'full' or 'sampled', got {need!r}")
+    def __call__(self, batch: MicroBatch, *, need: str = "full", temperature: float = 1.0) -> Scores:
+        """Scores of the micro-batch's N loss tokens on its own device: logits and log-probabilities ("full"),
+        log-probabilities alone ("sampled", never more than a chunk of logits at once), or hidden states with the head
+        ("hidden", no logits at all). Raises ValueError for an unknown `need`, a temperature that is not positive, or a
+        label that the teacher has no id for."""
+        if need not in ("full", "sampled", "hidden"):
+            raise ValueError(f"need must be 'full', 'sampled' or 'hidden', got {need!r}")
         if not temperature > 0:
             raise ValueError(f"temperature must be positive, got {temperature}")
         moved = batch.to(self.device)
-        states = hidden_at_loss_tokens(self.model, moved)
-        logits = apply_head(self.model, states)[:, :self.vocabulary]
-        if batch.loss_tokens and int(moved.label.max()) >= logits.shape[1]:
-            raise ValueError(f"teacher {self.teacher!r} has {logits.shape[1]} ids, but the student wrote id "
+        if batch.loss_tokens and int(moved.label.max()) >= self.ids:
+            raise ValueError(f"teacher {self.teacher!r} has {self.ids} ids, but the student wrote id "
                              f"{int(moved.label.max())}; their tokenizers differ")
-        logprob = torch.log_softmax(logits / temperature, dim=-1).gather(1, moved.label[:, None])[:, 0]
-        broken = ~torch.isfinite(logits).all(dim=1)
-        unlikely = torch.isneginf(logprob) & ~broken
-        scores = Scores(self.teacher, torch.where(broken | unlikely, torch.nan, logprob).to(batch.label.device))
-        # Missing is NaN, never 0.0 (which would be certainty); each reason is counted.
-        for reason, count in (("non-finite logits", int(broken.sum())), ("log-probability -inf", int(unlikely.sum()))):
-            if count:
-                scores.missing[reason] = count
-        if need == "full":
-            scores.logits = torch.where(broken[:, None], torch.nan, logits).to(batch.label.device)
-        if hidden:
-            scores.hidden = states.to(batch.label.device)
         self.scored_tokens += batch.loss_tokens
+        states = hidden_at_loss_tokens(self.model, moved)
+        device = batch.label.device
+        # Missing is NaN, never 0.0 (which would be certainty); each reason is counted.
+        if need == "hidden" and self.head is not None:
+            broken = ~torch.isfinite(states).all(dim=1)
+            states = states.masked_fill(broken[:, None], torch.nan)
+            return self._counted(Scores(self.teacher, None, hidden=states.to(device), head=self.head), broken, None)
+        if need == "sampled" and self.head is not None:
+            head = self.head
+            logprob = chunked_logprob(states, head.weight, moved.label, bias=head.bias, temperature=temperature,
+                                      scale=head.spec.scale, softcap=head.spec.softcap)
+            logits, broken = None, ~torch.isfinite(states).all(dim=1) | torch.isnan(logprob)
+        else:
+            logits = apply_head(self.model, states)[:, :self.vocabulary]
+            logprob = torch.log_softmax(logits / temperature, dim=-1).gather(1, moved.label[:, None])[:, 0]
+            broken = ~torch.isfinite(logits).all(dim=1)
+        unlikely = torch.isneginf(logprob) & ~broken
+        scores = Scores(self.teacher, torch.where(broken | unlikely, torch.nan, logprob).to(device))
+        if need != "sampled":
+            scores.logits = torch.where(broken[:, None], torch.nan, logits).to(device)
+        return self._counted(scores, broken, unlikely)
+
+    @staticmethod
+    def _counted(scores: Scores, broken: torch.Tensor, unlikely: torch.Tensor | None) -> Scores:
+        for reason, lost in (("non-finite logits", broken), ("log-probability -inf", unlikely)):
+            if lost is not None and (count := int(lost.sum())):
+                scores.missing[reason] = count
         return scores
 
     def check_unchanged(self) -> None:

@@ -45,6 +45,18 @@ def test_prefix_mode_reads_no_continuation_and_plays_nothing(tiny_run, tmp_path,
     assert json.loads((model.parent / "episodes.json").read_text()) == []
 
 
+@pytest.mark.parametrize("strategy", [
+    ["selection.strategy=pivot", "selection.options={quantile: 0.5}", "selection.points_per_sequence=1"],
+    ["selection.strategy=weighted", "selection.options={score: outcome.reward}"],
+    ["selection.strategy=curriculum", "selection.draw=replacement"],
+])  # fmt: skip
+def test_rollouts_and_every_way_to_select_read_no_continuation(tiny_run, tmp_path, no_continuation, strategy):
+    model = train(tiny_run.config(f"run={tmp_path}", "train.prefix_fraction=0.5", "train.steps=2", *strategy))
+    lines = [json.loads(line) for line in (model.parent / "metrics.jsonl").read_text().splitlines()]
+    streams = {name for line in lines for domain in line["domains"].values() for name in domain["streams"]}
+    assert streams == {"rollout", "teacher_prefix", "sft_prefix"}
+
+
 def test_the_demonstration_stream_is_what_reads_continuations(tiny_run, tmp_path, no_continuation):
     with pytest.raises(Leak, match="continuation"):
         train(tiny_run.config(f"run={tmp_path}", *PREFIX_ONLY, "train.demonstration_fraction=0.5"))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 
 import pytest
 
 from mopd import cli
+from mopd.learner.model import TinyMoEConfig, new_tiny_moe, save_model
 from prefix_store import PrefixStore
 from tests.tiny_run import mopd
 
@@ -22,6 +24,14 @@ def run(monkeypatch, capfd):
         out, err = capfd.readouterr()
         return leaving.value.code, out, err
     return call
+
+
+@pytest.fixture(scope="module")
+def wider(tmp_path_factory):
+    """A model folder of another shape."""
+    shape = TinyMoEConfig(hidden_size=64, layers=2, head_dim=8, experts=4, expert_size=24)
+    return save_model(new_tiny_moe(shape, vocabulary=50, seed=0, pad_id=0, bos_id=None, eos_id=1),
+                      tmp_path_factory.mktemp("wider") / "model")
 
 
 def test_help_and_wrong_usage(run):
@@ -49,16 +59,19 @@ def test_a_wrong_config_is_2_and_says_everything_once(run, tiny_run):
     (["base", "{config}"], "no transcripts"),
     (["eval", "{config}", "--model", "student"], "write NAME=FOLDER"),
     (["eval", "{config}", "--model", "student=/no/where"], "no model folder at /no/where"),
+    (["eval", "{config}", "--model", "a/b=x"], "model name 'a/b'"),
     (["eval", "{config}", "domains.game.options={games: {nogame: ''}}", "--domain", "game"], "nogame"),
     (["demonstrate", "{config}", "domains.embodied.options.levels=[NoLevel]", "--domain", "embodied"], "NoLevel"),
     (["report", "/no/where"], "no such run folder"),
     (["store", "info", "/no/where"], "/no/where does not exist"),
     (["store", "show", "/no/where", "abc"], "/no/where does not exist"),
     (["average", "/no/where", "--out", "/tmp/x"], "no model folder at /no/where"),
+    (["average", "{base}", "{other}", "--out", "x"], "has other parameters than"),
 ])
-def test_what_cannot_be_is_2_and_one_message(run, tiny_run, command, words, tmp_path, monkeypatch):
+def test_what_cannot_be_is_2_and_one_message(run, tiny_run, wider, command, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, out, err = run(*(part.format(config=tiny_run.path) if "{config}" in part else part for part in command))
+    places = {"{config}": tiny_run.path, "{base}": tiny_run.folder / "base", "{other}": wider}
+    code, out, err = run(*(str(places.get(part, part)) for part in command))
     assert code == 2, (code, err)
     assert words in " ".join(err.split()) and "Traceback" not in err and err.count("error:") == 1
     assert out == "" and list(tmp_path.iterdir()) == [], "something was written although nothing could be done"
@@ -85,6 +98,16 @@ def test_store_commands(run, tiny_run):
     assert "sequences: 25" in run("store", "info", store)[2]
     assert run("store", "verify", store)[0] == 0
     assert json.loads(run("store", "verify", store, "--json")[1]) == {"sequences": 25, "problems": []}
+
+
+def test_import_with_a_configuration(run, tiny_run, tmp_path):
+    transcripts = tiny_run.folder / "game.jsonl"
+    code, out, _ = run("import", tiny_run.path, f"store={tmp_path / 'one'}", "--file", transcripts, "--domain", "game")
+    assert code == 0 and "result: 6 demonstrations" in out and "game.jsonl (transcripts): 6 of 6 rows taken" in out
+    code, out, _ = run("import", transcripts, tiny_run.path, "--store", tmp_path / "two", "--json")
+    assert code == 0 and json.loads(out)["taken"] == 6
+    with PrefixStore.open(tmp_path / "one") as one, PrefixStore.open(tmp_path / "two") as two:
+        assert one.ids() == two.ids()
 
 
 def test_verify_of_a_damaged_store_is_1(run, tiny_run, tmp_path):
@@ -127,7 +150,7 @@ def test_evaluation_answers_programs(run, tiny_run, tmp_path):
     code, out, _ = run("eval", tiny_run.path, f"evaluate.out={tmp_path}", "domains.embodied.evaluation_episodes=3",
                        "--model", f"a={tiny_run.folder / 'base'}", "--model", f"b={tiny_run.folder / 'base'}",
                        "--domain", "embodied", "--json")
-    answer = json.loads(out.splitlines()[-1])
+    answer = json.loads(out)  # and nothing else on stdout
     assert code == 0 and answer["a"] == answer["b"] and answer["a"]["embodied"]["n"] == 3
     first, second = (json.loads((tmp_path / f"{m}.embodied.json").read_text()) for m in "ab")
     assert first["episodes"] == second["episodes"], "the same model on the same tasks and seeds"
@@ -144,6 +167,12 @@ def test_a_broken_run_is_1_with_a_traceback_only_for_bugs(run, tiny_run, monkeyp
     code, _, err = run("train", tiny_run.path)
     assert code == 1 and "error: all of them" in err and "Traceback" not in err
 
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device", "/some/file")
+    monkeypatch.setattr(module, "train", full)
+    code, _, err = run("train", tiny_run.path)
+    assert code == 1 and "error: No space left on device: /some/file" in err and "Traceback" not in err
+
     def bug(*_, **__):
         raise KeyError("bug")
     monkeypatch.setattr(module, "train", bug)
@@ -156,6 +185,9 @@ def test_a_broken_run_is_1_with_a_traceback_only_for_bugs(run, tiny_run, monkeyp
     monkeypatch.setattr(module, "train", stop)
     code, _, err = run("train", tiny_run.path)
     assert code == 130 and "goes on from here" in err
+    monkeypatch.setattr("teachers.collect.collect_domain", stop)  # which keeps no checkpoint
+    code, _, err = run("collect", tiny_run.path, "--domain", "game")
+    assert code == 130 and "starts again" in err
 
 
 def test_as_a_process():

@@ -112,6 +112,42 @@ def test_every_contradiction_in_one_message(write):
         assert words in found[key]
 
 
+@pytest.mark.parametrize("override", [
+    "train.optimizer.learning_rate=nan", "train.temperature=inf", "train.optimizer.weight_decay=-1", "seed=-1", "threads=-3",
+    "train.checkpoint_every=0", "train.keep_checkpoints=0", "train.adaptive_smoothing=2", "train.adaptive_gamma=-1",
+    "train.optimizer.betas=[2,3]", "domains.game.share=nan", "domains.game.evaluation_episodes=-4", "collect.batch=0",
+    "evaluate.batch=0", "evaluate.temperature=-1", "novice.random_share=2", "sft.rows_per_step=0", "off_policy.steps=-1",
+    "sft_domains.game.optimizer.learning_rate=-1", "base.expert_shares.game=-1", "base.max_positions=0", "seeds=[]",
+    "study.seeds=[1,1]", "seeds=[-1]", "train.balance_weights.game=-1", "train.balance_weights.web=1", "train.name=../evil",
+    "train.name=''"])
+def test_a_number_or_name_out_of_range_is_refused_before_any_work(write, override):
+    key = override.split("=")[0]
+    errors = errors_of(write(), override)
+    assert len(errors) == 1 and errors[0].startswith(key)
+
+
+def test_balance_weights_that_are_all_zero_train_nothing(write):
+    [error] = errors_of(write(), "train.balance=fixed", "train.balance_weights={game: 0, science: 0}")
+    assert "no domain would be trained" in error
+
+
+def test_a_domain_whose_name_cannot_name_a_file_is_refused(write):
+    assert any(e.startswith("domains.a/b: ") for e in errors_of(write(GOOD.replace("science:", '"a/b":'))))
+
+
+@pytest.mark.parametrize("override, words", [
+    ("train.steps=[1", "not valid YAML"), ("==", "key=value"), ("=3", "key=value"), ("domains.game=[1]", "does not fit"),
+    ("run==", "not valid YAML")])
+def test_an_override_that_cannot_be_read_is_named(write, override, words):
+    errors = errors_of(write(), override, "train.stepz=1")
+    assert len(errors) == 2 and errors[0].startswith(override) and words in errors[0], "beside the other errors"
+
+
+@pytest.mark.parametrize("include", ["other.yaml", "3", "[3]", "['']", "{a: b}"])
+def test_an_include_that_is_no_list_of_files_is_refused(write, include):
+    assert "include is a list of files" in errors_of(write(f"include: {include}\n"))[0]
+
+
 def test_a_config_without_domains_is_refused(write):
     assert "no domain is configured" in errors_of(write("seed: 1"))[0]
 
@@ -158,8 +194,28 @@ def test_reading_a_config_is_light():
     assert done.stdout.strip() == "[]"
 
 
-def test_an_option_that_would_do_nothing_is_refused():
-    demo = next(p for p in WHOLE if p.stem == "demo")
-    with pytest.raises(ConfigError, match="train.objective_options.alpha: 0.5 would do nothing"):
-        load_config(demo, ["train.objective=mopd", "train.objective_options.alpha=0.5"])
-    assert load_config(demo, ["train.objective=mopd", "train.objective_options.alpha=0"])
+def test_an_option_that_would_do_nothing_is_refused(write):
+    demo = write()
+    outcome = ["train.objective=mopd", "train.objective_options={alpha: 0.5}"]
+    group = ["train.group_size=2"]
+    with pytest.raises(ConfigError, match=r"train.objective_options.alpha: 0.5 would do nothing with train.group_size=1"):
+        load_config(demo, outcome)
+    with pytest.raises(ConfigError, match="train.objective_options.alpha: 0.5 would do nothing: no domain has rollouts"):
+        load_config(demo, [*outcome, *group, "train.prefix_fraction=1"])
+    for wrong in ("-0.5", "much", "true"):
+        with pytest.raises(ConfigError, match="train.objective_options.alpha: .* is not a number of at least 0"):
+            load_config(demo, ["train.objective=mopd", f"train.objective_options={{alpha: {wrong}}}", *group])
+    assert load_config(demo, [*outcome, *group])
+    assert load_config(demo, ["train.objective=mopd", "train.objective_options={alpha: 0}"])
+
+
+def test_several_teachers_of_a_domain_are_checked(write):
+    weights = "domains.game.teacher_weights={game: 0.5, other: 2}"
+    config = load_config(write(), [weights, "domains.game.teacher_mixture=log_space"])
+    assert config.domains["game"].teacher_weights == {"game": 0.5, "other": 2.0}
+    errors = errors_of(write(), "domains.game.teacher_weights={other: -1, third: 1}", "domains.science.teacher_mixture=sum")
+    assert len(errors) == 4
+    for key in ("domains.game.teacher_weights.other: -1.0 must be positive", "domains.game.teacher_weights.third: no teacher",
+                "domains.game.teacher_weights: domains.game.teacher, the one that plays into the store, must be among them",
+                "domains.science.teacher_mixture: 'sum' is not one of probability, log_space"):
+        assert any(error.startswith(key) for error in errors), key

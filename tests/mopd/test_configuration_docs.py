@@ -31,7 +31,7 @@ def words(hint) -> str:
             return "sections by name"
         if value is typing.Any:
             return "mapping"
-        return "mapping of " + (PLURALS[value] if value in PLURALS else words(value).replace("list", "lists"))
+        return "mapping of " + (PLURALS[value] if value in PLURALS else re.sub("^(list|mapping)", r"\1s", words(value)))
     return WORDS[hint]
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -77,6 +79,27 @@ def test_a_model_folder_without_safe_weights(errors, tmp_path):
     assert "no .safetensors file" in error and "pickled weights are not read" in error
 
 
+def test_a_run_folder_that_cannot_be_made(tiny_run, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert check_launch(tiny_run.config(f"run={tmp_path}/file/run"))["errors"] == [
+        f"run: {tmp_path}/file/run cannot be a folder, because {tmp_path}/file is a file; name another with run=FOLDER"]
+
+
+def test_damaged_weights_of_a_teacher(errors, tiny_run, tmp_path):
+    folder = Path(shutil.copytree(tiny_run.folder / "teachers" / "game", tmp_path / "cut"))
+    os.truncate(folder / "model.safetensors", 3000)
+    [error] = errors(f"teachers.game.model={folder}")
+    assert error.startswith("teachers.game.model: ") and "model.safetensors is damaged" in error
+
+
+def test_a_teacher_that_cannot_read_whole_episodes(errors, tiny_run, tmp_path):
+    folder = Path(shutil.copytree(tiny_run.folder / "teachers" / "game", tmp_path / "short"))
+    shape = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 512}))
+    [error] = errors(f"teachers.game.model={folder}")
+    assert error.startswith("domains.game.max_context_tokens: 1024 is more than the 512 positions of its teacher 'game'")
+
+
 def test_a_teacher_with_another_tokenizer(errors, foreign):
     (error,) = errors(f"teachers.game.model={foreign}")
     assert error.startswith("teachers: teacher 'game' has another tokenizer than the student: id ")
@@ -127,7 +150,8 @@ def test_no_store_is_needed_for_rollouts_alone(tiny_run):
     ("train.objective_options={betta: 1}", "train.objective", "has no option 'betta'"),
     ("train.aggregation=mean", "train.aggregation", "token_mean"),
     ("train.adaptive_kl_smoothing=1", "train.domain_schedule", "kl_smoothing"),
-    ("train.optimizer.gradient_clip=-1", "train.optimizer", "must not be negative"),
+    ("train.optimizer.gradient_clip=-1", "train.optimizer.gradient_clip", "at least 0"),
+    ("deepspeed.zero_stage=3", "deepspeed.zero_stage", "take 0, 1 or 2"),
     ("selection.strategy=best", "selection", "uniform_depth"),
     ("selection.draw=twice", "selection", "distinct"),
     ("domains.game.environment=textworld", "domains.game.environment", "textworld_express"),

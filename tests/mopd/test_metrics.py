@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -114,3 +116,16 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("domains/game/reverse_kl")] == [(1, 0.25), (2, 0.25)]
     assert "step" not in events.Tags()["scalars"]
+
+
+def test_two_processes_do_not_write_one_file(tmp_path):
+    """The second one is refused before it cuts off a single record of the first."""
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        log.write({"step": 0})
+        code = f"from mopd.metrics import MetricsLog\nMetricsLog({str(path)!r})"
+        second = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert second.returncode == 1 and "another process is training here" in second.stderr
+        log.write({"step": 1})
+    assert [record["step"] for record in read_metrics(path)] == [0, 1]
+    MetricsLog(path, first_step=2).close()

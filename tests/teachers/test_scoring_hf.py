@@ -26,20 +26,24 @@ def test_scores_equal_separate_forwards_and_carry_no_graph(temperature):
     before = weights_hash(model)
     teacher = HFTeacher(model, teacher="t")
     assert isinstance(teacher, TeacherScorer)
-    scores = teacher(batch, need="full", temperature=temperature, hidden=True)
+    scores = teacher(batch, need="full", temperature=temperature)
     rows = [rows[i] for i in dict.fromkeys(batch.row.tolist())]  # packing sorts by length
     with torch.no_grad():
         expected = repeated_prefix_logits(make_model("qwen3_moe"), rows)
     torch.testing.assert_close(scores.logits, expected, rtol=1e-4, atol=3e-5)
     logprob = torch.log_softmax(expected / temperature, -1).gather(1, batch.label[:, None])[:, 0]
     torch.testing.assert_close(scores.logprob, logprob, rtol=1e-4, atol=3e-5)
-    assert scores.hidden.shape == (batch.loss_tokens, 32) and not scores.missing
-    assert not any(t.requires_grad for t in (scores.logits, scores.logprob, scores.hidden))
+    hidden = teacher(batch, need="hidden", temperature=temperature)
+    assert hidden.hidden.shape == (batch.loss_tokens, 32) and not scores.missing and not hidden.missing
+    assert hidden.logits is None and hidden.logprob is None and hidden.scored().all()
+    torch.testing.assert_close(hidden.head.logits(hidden.hidden), scores.logits)
+    assert not any(t.requires_grad for t in (scores.logits, scores.logprob, hidden.hidden, hidden.head.logits(
+        hidden.hidden)))
     assert not any(p.requires_grad for p in model.parameters()) and not model.training
     sampled = teacher(batch, need="sampled", temperature=temperature)
-    assert sampled.logits is None and torch.equal(sampled.logprob, scores.logprob)
+    assert sampled.logits is None and torch.allclose(sampled.logprob, scores.logprob, atol=1e-6)
     teacher.check_unchanged()
-    assert weights_hash(model) == before and teacher.scored_tokens == 2 * batch.loss_tokens
+    assert weights_hash(model) == before and teacher.scored_tokens == 3 * batch.loss_tokens
 
 
 def test_scores_that_are_not_finite_are_missing_and_counted():
@@ -53,6 +57,12 @@ def test_scores_that_are_not_finite_are_missing_and_counted():
     assert dict(scores.missing) == {"non-finite logits": int(lost.sum())}
     assert torch.isnan(scores.logits[lost]).all() and torch.isfinite(scores.logits[~lost]).all()
     assert torch.isnan(scores.logprob[lost]).all()
+    for need in ("sampled", "hidden"):
+        other = HFTeacher(model, teacher="t")(batch, need=need)
+        assert torch.equal(other.scored(), ~lost) and other.missing == scores.missing, need
+    model.get_output_embeddings().weight.data[3, 3] = float("nan")
+    with pytest.raises(ValueError, match="output matrix of teacher 't' has NaN"):
+        HFTeacher(model, teacher="t")
 
 
 def test_wrong_requests_are_refused():

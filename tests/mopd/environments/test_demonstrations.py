@@ -75,4 +75,7 @@ def test_files(families, tmp_path):
     path.write_text(lines[0] + "\n{")
     with pytest.raises(InvalidTranscript, match="some.jsonl:2: not JSON"):
         list(read_transcripts(path))
+    path.write_bytes(lines[0].encode() + b"\n\x80\xff")
+    with pytest.raises(InvalidTranscript, match="some.jsonl:2: not JSON"):
+        list(read_transcripts(path))
     assert [p.name for p in path.parent.iterdir()] == ["some.jsonl"]

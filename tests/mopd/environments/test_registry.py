@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 
+from mopd.environments.base import EnvironmentFailure
 from mopd.environments.pool import EnvironmentPool
 from mopd.environments.registry import EnvironmentConfigError, make_family
 
@@ -30,6 +31,11 @@ def test_unknown_option_lists_the_options():
         ("scienceworld", {"expert": "fly"}, "teleport, walk or gold"),
         ("textworld_express", {"games": {}}, "`games` is empty"),
         ("textworld_express", {"expert": "best"}, "scripted or gold"),
+        ("textworld_express", {"timeout_s": "soon"}, "timeout_s is 'soon'"),
+        ("scienceworld", {"heap_mb": -1}, "heap_mb is -1"),
+        ("textworld_express", {"games": 3}, "refuses its options"),
+        ("babyai", {"sizes": {"train": "many"}}, "refuses its options"),
+        ("babyai", {"levels": 3}, "refuses its options"),
     ],
 )
 def test_wrong_values_name_the_remedy(name, options, message):
@@ -37,13 +43,26 @@ def test_wrong_values_name_the_remedy(name, options, message):
         make_family(name, options)
 
 
-def test_game_parameters_are_checked_by_the_simulator(families):
-    family = make_family("textworld_express", {"games": {"coin": "numRooms=3"}})
-    try:
-        with pytest.raises(ValueError, match="numLocations"):
-            family.create()
-    finally:
-        family.close()
+@pytest.mark.parametrize(("game", "parameters", "message"), [
+    ("coin", "numRooms=3", "numLocations"),
+    ("coin", "many", "'coin' with parameters 'many'"),
+    ("coin", "numLocations=abc", "'coin' with parameters 'numLocations=abc'"),
+    ("gold", "", "game 'gold'.*peckingorder"),
+])
+def test_game_parameters_are_checked_by_the_simulator(families, game, parameters, message):
+    """It says nothing of most of them, and then hands out its error message as if it were the first observation."""
+    wrong = make_family("textworld_express", {"games": {"mapreader": "", game: parameters}})
+    wrong.java.close()
+    wrong.java = families["textworld_express"].java
+    with pytest.raises(ValueError, match=message):
+        wrong.create()
+
+
+def test_a_game_that_could_not_be_loaded_is_a_failure_and_no_task(families):
+    wrong = make_family("textworld_express", {"games": {"coin": "many"}})
+    wrong.java, wrong._checked = families["textworld_express"].java, True
+    with pytest.raises(EnvironmentFailure, match="not initialized"):
+        wrong.create().reset(wrong.tasks("train")[0])
 
 
 PACKAGE = '''

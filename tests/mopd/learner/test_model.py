@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from mopd.learner.engine import Learner, LearnerConfig
 from mopd.learner.model import (
+    DamagedModel,
     ModelNotFound,
     TinyMoEConfig,
     check_model_source,
@@ -70,6 +73,18 @@ def test_save_and_load(tmp_path):
     assert torch.equal(logits(load_model(folder)), logits(small(9)))
 
 
+def test_a_full_disk_is_named_and_nothing_half_written_stays(tmp_path):
+    """Transformers' tokenizers and safetensors each have an exception of their own for it."""
+    for error in (Exception("No space left on device (os error 28)"), OSError(errno.ENOSPC, "No space left on device")):
+        class Tokenizer:
+            def save_pretrained(self, folder, error=error):
+                raise error
+        with pytest.raises(OSError, match="No space left") as caught:
+            save_model(small(), tmp_path / "model", tokenizer=Tokenizer())
+        assert caught.value.errno == errno.ENOSPC and caught.value.filename == str(tmp_path)
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_what_is_missing_is_named(tmp_path):
     with pytest.raises(ModelNotFound, match="no model folder at .*nowhere"):
         load_model(tmp_path / "nowhere")
@@ -83,6 +98,51 @@ def test_what_is_missing_is_named(tmp_path):
     with pytest.raises(ModelNotFound, match="runs/demo/base"):
         load_model("runs/demo/base/that/is/not/there")
     check_model_source("Qwen/Qwen3-30B-A3B")  # a hub id is not a folder that is missing
+
+
+def test_damaged_weights_are_found_before_anything_is_loaded(tmp_path):
+    folder = save_model(small(), tmp_path / "model")
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    for broken, words in ((whole[:-100], "bytes where its header says"), (whole[:40], "do not hold the header"),
+                          (b"", "do not hold the header"), (whole[:8] + b"#" + whole[9:], "header cannot be read"),
+                          (whole + b"more", "bytes where its header says")):
+        file.write_bytes(broken)
+        with pytest.raises(DamagedModel, match=words):
+            check_model_source(folder)
+    file.write_bytes(whole)
+    check_model_source(folder)
+
+
+def test_a_shard_that_is_missing_is_named(tmp_path):
+    folder = save_model(small(), tmp_path / "model", max_shard_size="20KB")
+    shards = sorted(folder.glob("*.safetensors"))
+    assert len(shards) > 2
+    check_model_source(folder)
+    shards[1].unlink()
+    with pytest.raises(DamagedModel, match=f"lacks 1 of its {len(shards)} weight files, for example {shards[1].name}"):
+        load_model(folder)
+
+
+def test_weights_that_are_not_there_are_not_made_up(tmp_path):
+    folder = save_model(small(), tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(DamagedModel, match="lacks the weights of 1 parameters, for example model.norm.weight"):
+        load_model(folder)
+    expert = next(name for name in tensors if "experts.0" in name)
+    save_file({k: v for k, v in tensors.items() if k != expert}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(DamagedModel, match="cannot be loaded"):
+        load_model(folder)
+
+
+def test_weights_that_are_no_numbers_are_refused(tmp_path):
+    model = small()
+    with torch.no_grad():
+        model.model.layers[1].input_layernorm.weight[3] = float("nan")
+    with pytest.raises(DamagedModel, match="layers.1.input_layernorm.weight holds numbers that are not finite"):
+        load_model(save_model(model, tmp_path / "model"))
 
 
 def test_parameter_average(tmp_path):

@@ -18,6 +18,8 @@ from mopd.learner.packing import (
     empty_micro_batch,
     micro_batch_plan,
     pack,
+    row_cost,
+    spread,
 )
 from mopd.rows import STREAMS, Row
 from tests.mopd.learner.tiny import (
@@ -164,6 +166,25 @@ def test_repacking_and_shuffling_change_no_token(seed, budget):
     second = table(packed([rows[i] for i in order], budget, by_domain=False), order.tolist())
     assert first == second
     assert len(first) == sum(r.loss_tokens for r in rows)
+
+
+@given(st.lists(st.integers(1, 500), max_size=30), st.integers(1, 6))
+@settings(max_examples=60, deadline=None)
+def test_rows_are_spread_evenly_and_completely(costs, ranks):
+    parts = spread(costs, ranks)
+    assert sorted(i for part in parts for i in part) == list(range(len(costs))) and len(parts) == ranks
+    loads = [sum(costs[i] for i in part) for part in parts]
+    assert max(loads) - min(loads) <= max(costs, default=0)
+    assert spread(costs, ranks) == parts
+    with pytest.raises(ValueError, match="ranks must be at least 1"):
+        spread(costs, 0)
+
+
+def test_long_rows_cost_more_than_their_tokens():
+    rng = np.random.default_rng(0)
+    short, long = (branch_row(rng, size=n, branches=1, points=1) for n in (10, 30))
+    assert row_cost(long) == computed_length(long)
+    assert row_cost(long, even_length=100) / row_cost(short, even_length=100) > row_cost(long) / row_cost(short)
 
 
 def test_micro_batches_hold_one_domain_each():

@@ -15,7 +15,8 @@ from mopd.learner.engine import Learner, LearnerConfig
 from mopd.learner.packing import pack
 from mopd.learner.scores import Scores
 from mopd.learner.step import LearnerStep, MissingScorer, StepConfig
-from mopd.losses import aggregate, divergence
+from mopd.losses import ObjectiveResult, aggregate, divergence
+from mopd.losses.objectives import ObjectiveResult, diagnose
 from mopd.metrics import clean
 from mopd.rows import STREAMS
 from teachers.scoring.hf import HFTeacher
@@ -34,11 +35,11 @@ def rows_of(seed=0):
     return rows
 
 
-def build(scorers=None, model=None, **changes):
+def build(scorers=None, model=None, training=None, **changes):
     learner = Learner(
         model or make_model("qwen3_moe"),
         total_steps=5,
-        config=LearnerConfig(learning_rate=1e-2, schedule="constant", gradient_clipping=0.0),
+        config=LearnerConfig(learning_rate=1e-2, schedule="constant", gradient_clipping=0.0, **training or {}),
     )
     if scorers is None:
         scorers = {d: HFTeacher(make_model("qwen3_moe", seed=7 + i), teacher=f"t_{d}") for i, d in enumerate(DOMAINS)}
@@ -124,7 +125,18 @@ def test_student_equal_to_teacher_gives_no_loss_and_no_gradient():
     teacher.check_unchanged()
 
 
-def test_missing_scores_are_masked_and_counted_not_trained():
+class Naive:
+    """A forward KL as a user would write it, without a thought of missing scores."""
+
+    needs = "full"
+
+    def __call__(self, *, student_logits, teacher_logits, **_):
+        p, q = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)
+        return ObjectiveResult((q.exp() * (q - p)).sum(-1), {"peak": q.exp().amax(-1)})
+
+
+@pytest.mark.parametrize("objective", ["forward_kl", "tests.mopd.learner.test_step:Naive"])
+def test_missing_scores_are_masked_and_counted_not_trained(objective):
     """A score of NaN leaves loss, gradient and denominators as if the token's action did not exist."""
     rows = [rollout_row(np.random.default_rng(i), size=20, turns=3, group=i) for i in range(4)]
 
@@ -136,7 +148,7 @@ def test_missing_scores_are_masked_and_counted_not_trained():
         return scores
 
     teacher = HFTeacher(make_model("qwen3_moe", seed=7), teacher="t")
-    step = build({d: lossy for d in DOMAINS})
+    step = build({d: lossy for d in DOMAINS}, objective=objective)
     report = step(rows, shares=SHARES)
     step.learner.close()
     smaller = list(rows)
@@ -233,13 +245,18 @@ def test_padded_output_matrices_share_the_ids_that_both_have():
         narrow(batch)
 
 
+OPTIONS = (
+    {},
+    {"balance": "normalised", "objective": "mopd", "aggregation": "turn_mean"},
+    {"training": {"prefix_gradient": "none", "zero_stage": 3, "logits_mib": 0.01}, "balance": "normalised"},
+)
 RANKS = """
 import json, os
 from tests.mopd.learner.test_step import *
 rank = int(os.environ["RANK"])
 rows = rows_of()
 found = []
-for options in ({}, {"balance": "normalised", "objective": "mopd", "aggregation": "turn_mean"}):
+for options in OPTIONS:
     step = build(**options)
     for split in (3, len(rows)):
         report = step(rows[:split] if rank == 0 else rows[split:], shares=SHARES, step=0)
@@ -268,7 +285,7 @@ def comparable(report):
 
 def test_two_ranks_give_one_process_numbers(tmp_path):
     expected = []
-    for options in ({}, {"balance": "normalised", "objective": "mopd", "aggregation": "turn_mean"}):
+    for options in OPTIONS:
         step = build(**options)
         for _ in range(2):
             expected.append(comparable(step(rows_of(), shares=SHARES, step=0)))
@@ -277,3 +294,54 @@ def test_two_ranks_give_one_process_numbers(tmp_path):
     found = json.loads(out[out.index("RESULT") + 6 :])
     for mine, theirs in zip(expected, found, strict=True):
         assert theirs == pytest.approx(mine, rel=5e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("objective, options", [
+    ("forward_kl", {}), ("reverse_kl", {"support": "top_k", "k": 5}), ("mopd", {}), ("sampled_kl", {}),
+    ("tests.mopd.learner.test_step:total_variation", {}),
+])  # fmt: skip
+def test_the_size_of_the_chunks_changes_nothing(objective, options):
+    """Some tokens a chunk, or all at once: the same loss, gradient and numbers, for objectives of one's own too."""
+    found = []
+    for mib in (0.004, 256.0):
+        step = build(objective=objective, objective_options=options, training={"logits_mib": mib})
+        calls = []
+        inner = step._loss
+        step._loss = lambda logits, batch, inner=inner, calls=calls: calls.append(len(logits)) or inner(logits, batch)
+        report = step(rows_of(), shares=SHARES)
+        step.learner.close()
+        numbers = {f"{s}/{k}": v for s, cell in report.metrics["streams"].items() for k, v in cell.items() if k != "depth"}
+        found.append((report.loss, report.metrics["gradient_norm"], numbers))
+        assert max(calls) <= 4 if mib < 1 else max(calls) > 30
+    assert found[0][:2] == pytest.approx(found[1][:2], rel=1e-5)
+    assert found[0][2] == pytest.approx(found[1][2], rel=1e-4, abs=1e-6)
+
+
+def total_variation():
+    """An objective as docs/architecture.md shows it: it wants logits and knows nothing of chunks."""
+
+    def objective(*, student_logits, teacher_logits, label, **_):
+        loss = 0.5 * (student_logits.softmax(-1) - teacher_logits.softmax(-1)).abs().sum(-1)
+        return ObjectiveResult(loss, diagnose(student_logits, teacher_logits, label))
+
+    objective.needs = "full"
+    return objective
+
+
+def test_a_teacher_that_answers_with_logits_gives_the_same_as_one_with_hidden_states():
+    """Both forms of a whole distribution, and a narrower output matrix."""
+    reports = []
+    for kind in ("hidden", "full"):
+        scorers = {}
+        for i, domain in enumerate(DOMAINS):
+            teacher = HFTeacher(make_model("qwen3_moe", seed=7 + i), teacher="t", vocabulary=61)
+            scorers[domain] = teacher if kind == "hidden" else (
+                lambda batch, *, need, temperature, teacher=teacher: teacher(batch, need=need, temperature=temperature))
+        step = build(scorers, objective="jsd", balance="normalised")
+        reports.append(step(rows_of(), shares=SHARES))
+        assert bool(step._heads) == (kind == "hidden")
+        step.learner.close()
+    a, b = reports
+    assert a.loss == pytest.approx(b.loss, rel=1e-5) and a.metrics["balance"] == pytest.approx(b.metrics["balance"], rel=1e-4)
+    assert a.metrics["gradient_norm"] == pytest.approx(b.metrics["gradient_norm"], rel=1e-5)
+    assert a.reverse_kl == pytest.approx(b.reverse_kl, rel=1e-4)

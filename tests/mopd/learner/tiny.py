@@ -59,6 +59,18 @@ def make_model(family: str, seed: int = 0, **changes):
             qk_nope_head_dim=8,
             v_head_dim=8,
         ),
+        "mimo_v2_flash": lambda: t.MiMoV2FlashConfig(
+            **COMMON,
+            moe_intermediate_size=16,
+            intermediate_size=32,
+            num_experts_per_tok=2,
+            n_routed_experts=4,
+            head_dim=8,
+            v_head_dim=4,
+            layer_types=["full_attention", "sliding_attention"],
+            mlp_layer_types=["dense", "sparse"],
+            sliding_window=6,
+        ),
     }[family]()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -66,7 +78,7 @@ def make_model(family: str, seed: int = 0, **changes):
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.data.normal_(0.0, 0.15)
-    if family != "gemma2":
+    if family not in ("gemma2", "mimo_v2_flash"):  # sdpa has neither soft caps nor sinks
         model.set_attn_implementation("sdpa")
     return model
 
@@ -137,4 +149,22 @@ def repeated_prefix_logits(model, rows) -> torch.Tensor:
             ids = np.concatenate([row.trunk[: action.at], action.tokens]).astype(np.int64)
             logits = model(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0]
             parts.append(logits[action.at - 1 : action.at - 1 + len(action.tokens)])
+    return torch.cat(parts)
+
+
+def detached_prefix_logits(model, rows) -> torch.Tensor:
+    """The same with prefix_gradient "none": all but the last token of each prefix fill a key/value cache without a
+    graph, and the rest is forwarded behind it."""
+    from transformers import DynamicCache
+
+    parts = []
+    for row in rows:
+        for action in row.actions:
+            ids = torch.from_numpy(np.concatenate([row.trunk[: action.at], action.tokens]).astype(np.int64))[None]
+            cache, before = DynamicCache(config=model.config), action.at - 1
+            if before:
+                with torch.no_grad():
+                    model.model(input_ids=ids[:, :before], past_key_values=cache, use_cache=True)
+            logits = model(input_ids=ids[:, before:], past_key_values=cache, use_cache=True).logits[0]
+            parts.append(logits[: len(action.tokens)])
     return torch.cat(parts)
