@@ -13,7 +13,7 @@ FLAGS := $(if $(QUICK),--quick) $(if $(FRESH),--fresh)
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
-	@echo "Creating $(VENV) and installing (about 1.6 GB on disk; one to several minutes) ..."
+	@echo "Creating $(VENV) and installing (about 1.6 GB on disk with a CPU build of torch, some gigabytes more with CUDA; minutes, without a word) ..."
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e ".[environments,tensorboard,object-store,parquet,test]"
 	@touch $(STAMP)

@@ -31,7 +31,7 @@ from mopd.sampling.resume import check_replays
 from mopd.schedule import Schedule
 from prefix_store import PrefixStore
 from prefix_store.scores import MEASURED, NEED_DISTRIBUTION, read_scores
-from prefix_store.selection import SelectionOptions, Selector
+from prefix_store.selection import NothingToSelect, SelectionOptions, Selector
 from prefix_store.store import check_fingerprint
 from teachers.registry import Mixture, TeacherRegistry, TeacherSpec, model_revision
 
@@ -129,7 +129,8 @@ def open_launch(config: Config) -> Launch:
                 if count := found["selector"].supplied.get(what):
                     said.append(f"selection.scores: {config.selection.scores} has {count} {words}; they are passed over")
             for name, stream in sorted(wanted):
-                attempt(f"domains.{name}: stream {stream}", lambda n=name, s=stream: found["selector"].require(n, s))
+                attempt(f"domains.{name}: stream {stream}",
+                        lambda n=name, s=stream: _something_to_draw(found["selector"], n, s))
     for name, domain in config.domains.items():
         built = attempt(f"domains.{name}.environment", lambda n=name, d=domain: Domain(n, d))
         if built is not None:
@@ -187,6 +188,16 @@ def _replay_problem(config: Config, domain: Domain, stream: str, found: dict[str
         return (f"domains.{domain.name}: {turns} turns are to be played on from stored points of stream {stream}, but the "
                 f"environment there cannot be restored: {error}. Set domains.{domain.name}.resume_turns=1 (one fresh turn "
                 "needs no environment), or give this stream no share (train.teacher_prefix_share)")
+
+
+def _something_to_draw(selector: Selector, domain: str, stream: str) -> None:
+    """Raise ValueError where a stream has no decision point to draw, with the key that gives it no share."""
+    try:
+        selector.require(domain, stream)
+    except NothingToSelect as error:
+        share = 0 if stream == "teacher_prefix" else 1
+        key = f" (train.teacher_prefix_share={share})" if str(error).endswith("no share") else ""
+        raise ValueError(f"{error}{key}") from None
 
 
 def _check_place(run: str) -> None:

@@ -329,7 +329,7 @@ def main() -> None:
 
 def _fail(error: Exception) -> int:
     """Show an expected error in one message; let an unexpected one keep its traceback. Returns the exit status: 2 where
-    what was asked for cannot be (a value, a folder that is not there), 1 where the work failed."""
+    what was asked for cannot be (a value, a folder that is not there or is something else), 1 where the work failed."""
     show = getattr(error, "show", None)
     if callable(show):  # wrong usage, found by the command line library
         show()
@@ -344,7 +344,7 @@ def _fail(error: Exception) -> int:
         raise error
     console.print("[red]error:[/red] ", end="")
     console.print(str(error), soft_wrap=True, markup=False)
-    return 2 if isinstance(error, ValueError | FileNotFoundError) else 1
+    return 2 if isinstance(error, ValueError | FileNotFoundError | FileExistsError) else 1
 
 
 if __name__ == "__main__":

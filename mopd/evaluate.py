@@ -21,7 +21,7 @@ def evaluate_models(config: Config, models: dict[str, str], domains: list[str], 
     """Play the tasks of `evaluate.split` in each domain with each model (name → folder).
 
     Returns {model: {domain: {"score", "n", "low", "high"}}}: score is the share of tasks solved, low and high its 95%
-    Wilson interval. Infrastructure failures are left out of n and counted in the files (METHOD 8). `report` prints a line
+    Wilson interval. Infrastructure failures are left out of n and counted in the files. `report` prints a line
     per model.
     """
     for model, folder in models.items():

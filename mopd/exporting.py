@@ -95,10 +95,16 @@ def _opened(out: str) -> Iterator[IO[str]]:
         yield sys.stdout
         return
     path = Path(out)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise WrongExport(f"{out} is a folder; name a file")
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with (gzip.open(aside, "wt") if out.endswith(".gz") else open(aside, "w")) as file:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        opened = gzip.open(aside, "wt", encoding="utf-8") if out.endswith(".gz") else open(aside, "w", encoding="utf-8")
+    except OSError as error:
+        raise WrongExport(f"{out} cannot be written: {error.strerror or error}") from None
+    try:
+        with opened as file:
             yield file
         aside.replace(path)
     finally:

@@ -5,6 +5,7 @@ With a run's configuration, model, store and token limits come from there; witho
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,7 +38,8 @@ def open_renderer(model: str | Path) -> ChatRenderer:
     try:
         return ChatRenderer(load_tokenizer(model))
     except OSError as error:
-        raise WrongImport(f"the tokenizer of {model} cannot be read: {error}") from error
+        where = "" if folder.exists() else ", which is no folder here,"
+        raise WrongImport(f"the tokenizer of {model}{where} cannot be read: {error}") from error
 
 
 def run_import(
@@ -59,21 +61,22 @@ def run_import(
     as_json: bool = False,
     storage_options: Mapping[str, str] | None = None,
 ) -> int:
-    """Import files and folders into a store, which is made if it is not there; print what became of the rows.
+    """Import files and folders into a store, which is made if it is not there and a row is taken; print what became of
+    the rows.
 
     model      folder or hub id whose tokenizer and chat template render the rows; None will do for store exports
     report     file for every row that was not taken, as JSON (on the screen are the first ten of each reason)
     strict     commit nothing if any row is refused
     Other arguments are those of `prefix_store.importers.ImportOptions`. Returns the exit status: 0 if something went in
     (or was there already), 1 if nothing did. Raises WrongImport for no files, a file that is not there, or no model where
-    one is needed; UnknownFormat, ImportFailed, ForeignFingerprint, StoreError.
+    one is needed, or a report that cannot be written; UnknownFormat, ImportFailed, ForeignFingerprint, StoreError.
     """
     from mopd.sampling.rendering import transcript_messages
     from prefix_store import PrefixStore
     from prefix_store.importers import import_into
     from prefix_store.importers.reading import files_of
     from prefix_store.importers.run import formats_of
-    from prefix_store.store import check_fingerprint
+    from prefix_store.store import StoreNotFound, check_fingerprint
 
     if not files:
         raise WrongImport("no file to import: name at least one")
@@ -84,6 +87,8 @@ def run_import(
     if model is None and found != {"prefix_store"}:
         raise WrongImport(f"the rows ({', '.join(sorted(found))}) have to be rendered: name a folder with tokenizer and chat "
                           "template with --model")
+    if report is not None:
+        _check_report(report)
     renderer = None if model is None else open_renderer(model)
     total = sum(file.stat().st_size for path in files for file in files_of(path))
     bar = Progress("import, MB", total / MEGABYTE) if total >= BIG else None
@@ -93,19 +98,37 @@ def run_import(
         "success_reward": success_reward, "system": system, "tools_as_text": tools_as_text,
         "messages_of": messages_of or transcript_messages}
     extra = {"storage_options": dict(storage_options)} if storage_options else {}
-    try:
-        target = PrefixStore.open(store, "a", **extra)
-    except ValueError as error:
-        if type(error) is ValueError:  # options or a URL that do not fit
-            raise WrongImport(str(error)) from None
-        raise
-    with target as opened:
-        if len(opened) and renderer is not None:
-            check_fingerprint(opened, renderer.fingerprint())
-        done = import_into(opened, files, renderer, format, strict=strict, progress=progress, **options)
-        version = opened.version
+    with contextlib.ExitStack() as stack:
+        def make() -> PrefixStore:
+            return stack.enter_context(PrefixStore.open(store, "a", **extra))
+
+        target, version = make, None
+        try:
+            PrefixStore.open(store, **extra).close()
+            target = make()
+            version = target.version
+        except StoreNotFound:  # made when the first row is taken
+            pass
+        except ValueError as error:
+            if type(error) is ValueError:  # options or a URL that do not fit
+                raise WrongImport(str(error)) from None
+            raise
+        if version is not None and renderer is not None:
+            check_fingerprint(target, renderer.fingerprint())
+        done = import_into(target, files, renderer, format, strict=strict, progress=progress, **options)
+    version = done.version or version
     _say(done, store, version, renderer, strict, report, as_json)
     return 1 if not done.taken or (strict and done.refused) else 0
+
+
+def _check_report(report: Path) -> None:
+    """Make the report's folder. Raises WrongImport before anything is imported where no report can be written."""
+    try:
+        report.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WrongImport(f"--report {report}: its folder cannot be made: {error.strerror or error}") from None
+    if report.is_dir():
+        raise WrongImport(f"--report {report} is a folder; name a file")
 
 
 def _say(done: Any, store: Any, version: str | None, renderer: ChatRenderer | None, strict: bool, report: Path | None,
@@ -120,7 +143,6 @@ def _say(done: Any, store: Any, version: str | None, renderer: ChatRenderer | No
         "duplicates": sum(r.duplicates for r in done.results), "notes": notes,
         "files": [r.as_json() for r in done.results]}
     if report is not None:
-        report.parent.mkdir(parents=True, exist_ok=True)
         report.write_text(json.dumps(answer, indent=1) + "\n")
     if as_json:
         print(json.dumps(answer))
@@ -131,6 +153,10 @@ def _say(done: Any, store: Any, version: str | None, renderer: ChatRenderer | No
         print(f"  {count} × {what}")
     if refused_all:
         print(f"result: nothing imported: {done.refused} rows were refused and --strict allows none")
+    elif version is None:
+        print(f"result: nothing imported; {store} is empty")
+    elif version is None:
+        print(f"result: nothing imported; {store} has nothing in it")
     else:
         print(f"result: {done.taken} demonstrations in {store} at version {version}")
 
@@ -143,6 +169,8 @@ def import_from_config(config: Config, files: Sequence[str | Path], domain: str 
 
     if not files:
         raise ConfigError("no file to import: name at least one with --file")
+    if domain is not None and domain not in config.domains:
+        raise ConfigError(f"--domain {domain}: the config has the domains {', '.join(config.domains)}")
     limits = max_tokens or {name: part.max_context_tokens for name, part in config.domains.items()}
     return run_import(files, store or config.store, model or config.student.model, domain=domain, max_tokens=limits,
                       **options)

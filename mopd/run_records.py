@@ -27,7 +27,7 @@ COSTS = ("training", "sampling", "scoring", "environments", "grading")
 
 
 def step_record(plan: Plan, samples: StepSamples, report, notes: list[str], wall: float) -> dict[str, Any]:
-    """The metrics of one step (METHOD 9) under the names that report and tests read. Seconds are wall-clock."""
+    """The metrics of one step under the names that report and tests read. Seconds are wall-clock."""
     metrics = report.metrics
     seconds = {"training": metrics["seconds"]["training"] + metrics["seconds"]["packing"],
                "scoring": metrics["seconds"]["scoring"], **samples.seconds, "grading": 0.0, "total": wall}

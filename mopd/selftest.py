@@ -300,3 +300,7 @@ def print_checks(checks: Sequence[Check]) -> None:
     for check in checks:
         mark = {True: "[green]passed[/green]", False: "[red]FAILED[/red]", None: "[yellow]for information[/yellow]"}
         console.print(f"{mark[check.passed]} {escape(sentence(check))}", soft_wrap=True)
+    if failed := sum(check.passed is False for check in checks):
+        console.print(f"{failed} of {len(checks)} checks failed.")
+    else:
+        console.print("No check failed.")

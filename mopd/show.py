@@ -66,7 +66,8 @@ def list_sequences(store: PrefixStore, domains: Iterable[str] = (), sources: Ite
         return
     table = Table(box=None, pad_edge=False)
     for name in ("id", "domain", "task", "played by", "turns", "tokens", "ended", "reward"):
-        table.add_column(name, justify="right" if name in ("turns", "tokens", "reward") else "left", overflow="fold")
+        table.add_column(name, justify="right" if name in ("turns", "tokens", "reward") else "left", overflow="fold",
+                         no_wrap=name not in ("task", "played by"))
     for row in rows:
         table.add_row(*map(Text, (row["id"][:12], row["domain"], row["task"], f"{row['source']} {row['source_id']}",
                                   str(row["turns"]), str(row["tokens"]), "solved" if row["success"] else "not solved",
@@ -130,8 +131,9 @@ def _decoder(store: PrefixStore, model: Path | None) -> Callable[[np.ndarray], s
 def _print(record: dict[str, Any], console: Console) -> None:
     source, outcome = record["source"], record["outcome"]
     ended = "solved" if outcome["success"] else outcome["error_category"] or "not solved"
-    console.print(f"{record['id']}\n{record['domain']}: {record['task']} {record['split']} {record['seed']} in "
-                  f"{record['environment']} ({record['environment_version']})", markup=False, soft_wrap=True)
+    task = f"{record['task'] or '(task without a name)'} {record['split']} {record['seed']}"
+    where = f"in {record['environment']} ({record['environment_version']})" if record["environment"] else "in no environment"
+    console.print(f"{record['id']}\n{record['domain']}: {task} {where}", markup=False, soft_wrap=True)
     console.print(f"played by {source['kind']} {source['id']} {source['revision'][:12]}; {record['turns']} turns, {ended}, "
                   f"reward {outcome['reward']:g}", markup=False, soft_wrap=True)
     for number, context in enumerate(record["contexts"]):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Look into a prefix store, check, export and tidy it.")
 console = Console(stderr=True, highlight=False)
+# beside the answer on standard output; what `export` says goes here, since its rows may go there
 
 Location = Annotated[str, typer.Argument(metavar="STORE", help="Folder, or URL like s3://bucket/prefix")]
 Version = Annotated[str | None, typer.Option("--version", help="An older version, like v000003")]
@@ -74,7 +75,7 @@ def info(store: Location, version: Version = None, storage_option: StorageOption
             print(json.dumps(found | {"history": opened.history()}, default=str))
             return
     for key, value in found.items():
-        console.print(f"{key}: {value}", markup=False, soft_wrap=True)
+        print(f"{key}: {value}")
 
 
 @app.command("show")
@@ -111,11 +112,11 @@ def verify(store: Location, version: Version = None,
         answer = {"sequences": result.sequences, "problems": problems}
         print(json.dumps(answer | ({"quarantine": _plain(done)} if done is not None else {}), default=str))
     else:
-        console.print(f"{result.sequences} sequences checked, {len(problems)} problems", soft_wrap=True)
+        print(f"{result.sequences} sequences checked, {len(problems)} problems")
         for problem in problems:
-            console.print(f"  {problem}", markup=False, soft_wrap=True)
+            print(f"  {problem}")
         if done is not None:
-            console.print(str(done), markup=False, soft_wrap=True)
+            print(done)
     if problems:
         raise typer.Exit(1)
 
@@ -150,12 +151,14 @@ def compact(store: Location,
     options = {} if target_tokens is None else {"target_tokens": target_tokens}
     with open_store(store, "a", options=storage_option) as opened:
         before = len(opened.info()["segment_names"])
-        version = opened.compact(message=message, **options)
+        version = opened.compact(message=message, **options) or None
         after = len(opened.info()["segment_names"])
     if as_json:
         print(json.dumps({"version": version, "segments_before": before, "segments": after}))
+    elif before == after:
+        print(f"version {version}: nothing to merge; segments: {after}")
     else:
-        console.print(f"version {version}: {before} segments are now {after}", soft_wrap=True)
+        print(f"version {version}: {before} segments are now {after}")
 
 
 @app.command("gc")
@@ -170,4 +173,4 @@ def gc(store: Location,
     if as_json:
         print(json.dumps(_plain(done), default=str))
     else:
-        console.print(str(done), markup=False, soft_wrap=True)
+        print(done)

@@ -180,6 +180,8 @@ class ObjectStorage:
         except (FileNotFoundError, exceptions.GenericError) as error:
             if any(code in str(error) for code in ("NoSuchBucket", "ContainerNotFound")):
                 raise StoreError(f"{self.location}: the bucket does not exist{self._where}; make it first") from None
+            if "Unable to recognise URL" in str(error):
+                raise StoreError(f"{self.location} is not the URL of an object store; write s3://bucket/prefix") from None
             if isinstance(error, FileNotFoundError):
                 raise FileNotFoundError(2, f"no {place}") from None
             raise self._unreachable(place, error) from None

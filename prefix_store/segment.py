@@ -111,7 +111,7 @@ def prepare(sequence: Sequence) -> Item:
     own = own_copy(sequence)
     try:
         record = canonical_json(sequence_record(own)).encode("ascii")
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         check_sequence(sequence)  # names what has no JSON form
         raise InvalidSequence(f"the sequence cannot be written as JSON: {error}") from None
     return Item(bytes.fromhex(hash_content(record, own.contexts, canonical=True)), record, own)

@@ -110,8 +110,8 @@ class PrefixStore(StoreReader):
             marker = _marker(storage)
         if marker is None:
             found = "holds no prefix store" if _top(storage) else "is an empty folder"
-            if isinstance(storage, LocalStorage) and not storage.path.exists():
-                found = "does not exist"
+            if isinstance(storage, LocalStorage) and not storage.path.is_dir():
+                found = "is a file" if storage.path.exists() else "does not exist"
             raise StoreNotFound(
                 f"{storage.location} {found}; make a store there with "
                 "PrefixStore.open(path, 'w'), or collect or import trajectories into it first"
@@ -246,12 +246,18 @@ class PrefixStore(StoreReader):
 
     def history(self) -> list[dict[str, Any]]:
         """Per version, oldest first: version, kind ("commit", "compact", "quarantine", "gc"), message, committed_at,
-        details (what a compaction, quarantine or gc did), segments, sequences, decision_points, tokens."""
+        details (what a compaction, quarantine or gc did), segments, sequences, decision_points, tokens. A version whose
+        file is damaged has the kind "damaged", and the reason in the place of its message."""
         out = []
         for number in version_numbers(self.storage):
             try:
                 manifest = read_number(self.storage, number)
             except VersionRemoved:  # by a gc just now
+                continue
+            except DamagedData as error:
+                unknown = {"committed_at": "", "kind": "damaged", "details": {}, "segments": 0}
+                nothing = {"sequences": 0, "decision_points": 0, "tokens": 0}
+                out.append({"version": version_name(number), "message": str(error)} | unknown | nothing)
                 continue
             entry = {key: manifest[key] for key in ("version", "message", "committed_at")}
             entry |= {"kind": manifest.get("kind", "commit"), "details": manifest.get("details", {})}
@@ -272,7 +278,8 @@ class PrefixStore(StoreReader):
         `domains` counts sequences, decision points and successes by domain and source; `leftovers` are unfinished
         writings of processes of this machine that are gone, `writers` those of others; `unreferenced` are segments that
         no version names (a writer that was killed between its two steps, or is just between them). All three are
-        harmless.
+        harmless. `damaged` names segments that were skipped and a version's file that is damaged, with which
+        unreferenced segments cannot be told.
         """
         points = self.index()
         first = points.first[:-1]
@@ -290,6 +297,11 @@ class PrefixStore(StoreReader):
             for entry in self._manifest["segments"]
         )
         leftovers, writers = self.storage.asides()
+        damaged, unnamed = dict(self.damaged), []
+        try:
+            unnamed = unreferenced(self.storage)
+        except DamagedData as error:
+            damaged["versions"] = str(error)
         return {
             "path": str(self.path),
             "layout": LAYOUT,
@@ -304,11 +316,11 @@ class PrefixStore(StoreReader):
             "bytes": size,
             "domains": domains,
             "fingerprints": [vars(fp) for fp in self.fingerprints()],
-            "damaged": dict(self.damaged),
+            "damaged": damaged,
             "leftovers": leftovers,
             "writers": writers,
             "quarantined": self.quarantined(),
-            "unreferenced": unreferenced(self.storage),
+            "unreferenced": unnamed,
         }
 
     def verify(self) -> VerifyReport:

@@ -15,8 +15,11 @@ from prefix_store.model import (
     SEGMENT_KINDS,
     SOURCE_KINDS,
     Context,
+    Fingerprint,
     InvalidSequence,
+    Outcome,
     Sequence,
+    Source,
     shared_segments,
     writer_kind,
 )
@@ -25,8 +28,8 @@ from prefix_store.model import (
 def check_sequence(seq: Sequence, json_too: bool = True) -> None:
     """Raise InvalidSequence, naming the place, unless `seq` obeys every rule of the data model.
 
-    - names, seed, split and action texts have their types; the source kind is one of SOURCE_KINDS; rewards are finite;
-      metadata has a JSON form
+    - names, seed, split, action texts, outcome, source and fingerprint have their types; the source kind is one of
+      SOURCE_KINDS; rewards are finite; metadata has a JSON form
     - tokens uint32, behaviour log-probabilities float32, weights versions int32, all of one length T > 0
     - segments cover [0, T) in order, without gap, overlap or empty segment; a context never begins with an action
     - the turns of the sequence's own actions count 0, 1, 2, … over its contexts; an action text stands for each;
@@ -39,6 +42,16 @@ def check_sequence(seq: Sequence, json_too: bool = True) -> None:
 
     json_too=False leaves out whether metadata has a JSON form, for who writes it next anyway.
     """
+    try:
+        _check_all(seq, json_too)
+    except (TypeError, AttributeError, RecursionError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise InvalidSequence(f"the sequence is not made of the data model's types: {what}") from error
+
+
+def _check_all(seq: Sequence, json_too: bool) -> None:
+    if not isinstance(seq, Sequence):
+        raise InvalidSequence(f"{type(seq).__name__} is not a Sequence")
     _check_fields(seq, json_too)
     if not seq.contexts:
         raise InvalidSequence("the sequence has no context")
@@ -86,6 +99,22 @@ def _check_fields(seq: Sequence, json_too: bool) -> None:
             raise InvalidSequence(f"{name} is {getattr(seq, name)!r}, not a string")
     if not seq.domain:
         raise InvalidSequence("domain is empty")
+    for name, kind in (("outcome", Outcome), ("source", Source), ("fingerprint", Fingerprint)):
+        if not isinstance(getattr(seq, name), kind):
+            raise InvalidSequence(f"{name} is {type(getattr(seq, name)).__name__}, not {kind.__name__}")
+    for name, part, texts in (
+        ("source", seq.source, ("id", "revision")),
+        ("fingerprint", seq.fingerprint, ("tokenizer", "chat_template", "model_config")),
+        ("outcome", seq.outcome, ("error_category",)),
+    ):
+        for text in texts:
+            if not isinstance(getattr(part, text), str):
+                raise InvalidSequence(f"{name}.{text} is {getattr(part, text)!r}, not a string")
+    for name in ("success", "is_infra", "hack"):
+        if not isinstance(getattr(seq.outcome, name), bool | np.bool_):
+            raise InvalidSequence(f"outcome.{name} is {getattr(seq.outcome, name)!r}, not true or false")
+    if isinstance(seq.actions, str):
+        raise InvalidSequence("actions is one string, not a tuple of action texts")
     if isinstance(seq.seed, bool) or not isinstance(seq.seed, int | np.integer):
         raise InvalidSequence(f"seed is {seq.seed!r}, not an integer")
     if seq.source.kind not in SOURCE_KINDS:
@@ -143,7 +172,7 @@ def _check_cover(context: Context, place: str) -> None:
 
 def _check_child(seq: Sequence, number: int, context: Context) -> None:
     place = f"context {number}"
-    if not 0 <= context.parent < number:
+    if isinstance(context.parent, bool) or not 0 <= context.parent < number:
         raise InvalidSequence(f"{place}: parent {context.parent} is not an earlier context")
     parent, fork = seq.contexts[context.parent], context.fork
     if not 0 <= fork < len(context.tokens) or fork > len(parent.tokens):
@@ -190,6 +219,9 @@ def _look_over(seq: Sequence, context: Context, next_turn: int) -> int | None:
     """One quick look at segments, turns and values of a context: the number of the next own action if all is well, None
     if something is not, or needs the closer look that names it (`_check_cover`, `_check_turns`, `_check_values`)."""
     at, last, fork = 0, None, context.fork
+    for s in context.segments:
+        if type(s.writer) is not str:
+            raise InvalidSequence(f"segment [{s.start}, {s.end}): writer is {s.writer!r}, not a string")
     by_model = np.zeros(len(context.tokens), dtype=bool)
     writers = {"": seq.source.kind in MODEL_WRITERS}
     for s in context.segments:

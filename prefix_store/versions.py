@@ -71,15 +71,18 @@ def read_version(storage: Storage, version: str | int | None) -> dict[str, Any]:
 
 
 def newest_version(storage: Storage) -> dict[str, Any]:
-    """The newest manifest, an empty one where nothing was committed yet."""
+    """The newest manifest, an empty one where nothing was committed yet. Raises DamagedData where it is not sound."""
+    removed = 0
     while True:
         numbers = taken_numbers(storage)
         if not numbers:
             return dict(_EMPTY)
+        if numbers[-1] == removed:  # gc never removes the newest
+            raise _unsound(storage, removed)
         try:
             return read_number(storage, numbers[-1])
         except VersionRemoved:  # it was not the newest any more when it was read
-            continue
+            removed = numbers[-1]
 
 
 def newest_after(storage: Storage, manifest: dict[str, Any]) -> dict[str, Any]:
@@ -104,13 +107,17 @@ def read_number(storage: Storage, number: int) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError):
         sound = removed_by = False
     if not sound:
-        raise DamagedData(
-            f"{storage.location}: {version_key(number)} fails its checksum; open another of the store's versions by its "
-            "name, or, if this is the newest, move the file away to go on from the one before it"
-        )
+        raise _unsound(storage, number)
     if removed_by:
         raise VersionRemoved(f"{storage.location}: {version_name(number)} was removed by gc (see {removed_by})")
     return manifest
+
+
+def _unsound(storage: Storage, number: int) -> DamagedData:
+    return DamagedData(
+        f"{storage.location}: {version_key(number)} fails its checksum; open another of the store's versions by its "
+        "name, or, if this is the newest, move the file away to go on from the one before it"
+    )
 
 
 def _digest(manifest: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from mopd.sampling.hf import HFEngine
 from mopd.sampling.rendering import ChatRenderer, load_tokenizer
 from mopd.seeds import stable_seed
 from prefix_store import PrefixStore
+from prefix_store.store import StoreNotFound
 from prefix_store.trajectory import Source
 from teachers.registry import model_revision
 
@@ -32,8 +33,10 @@ def collect_domain(config: Config, name: str) -> dict:
     domain = config.domains[name]
     teacher = config.teachers[domain.teacher]
     check_model_source(teacher.model)
-    if not Path(config.store).exists():
-        raise ConfigError(f"store: there is no prefix store at {config.store}; `mopd import` makes one")
+    try:
+        PrefixStore.open(config.store).close()  # a folder or a URL; "a" below would make one
+    except StoreNotFound:
+        raise ConfigError(f"store: there is no prefix store at {config.store}; `mopd import` makes one") from None
     opened = open_domains(config, [name])
     counts: Counter = Counter()
     try:

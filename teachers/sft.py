@@ -25,7 +25,7 @@ from mopd.progress import Progress
 from mopd.rows import Row
 from mopd.sampling.rendering import ChatRenderer, load_tokenizer
 from prefix_store import PrefixStore
-from prefix_store.store import check_fingerprint
+from prefix_store.store import StoreNotFound, check_fingerprint
 from teachers.registry import model_revision
 
 DEMONSTRATION_SOURCES = ("expert", "demonstration")
@@ -88,11 +88,13 @@ def run_sft(config: Config, domains: Sequence[str], out: str | Path, *, baseline
         options = config.sft_domains.get(domains[0], options)
     base, out = config.student.model, Path(out)
     check_model_source(base)
-    if not Path(config.store).exists():
-        raise ConfigError(f"store: there is no prefix store at {config.store}; `mopd import` makes one")
+    try:
+        opened = PrefixStore.open(config.store)
+    except StoreNotFound:
+        raise ConfigError(f"store: there is no prefix store at {config.store}; `mopd import` makes one") from None
     renderer = ChatRenderer(load_tokenizer(base))
     rows: list[Row] = []
-    with PrefixStore.open(config.store) as store:
+    with opened as store:
         check_fingerprint(store, renderer.fingerprint())
         for name in domains:
             rows += demonstration_rows(store, name, max_tokens=config.domains[name].max_context_tokens)

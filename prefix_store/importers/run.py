@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import os
 import pathlib
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -203,35 +204,61 @@ def import_into(
 ) -> StoreImport:
     """Import files and folders into a store that is open for appending, with a commit every `commit_every` sequences.
 
-    With `strict` nothing is committed before the end, and nothing at all if any row was refused. What is there already
-    is counted as a duplicate. The other arguments and errors are those of `import_file`.
+    store     a PrefixStore, or a function that makes one: it is called when there is something to put into it, so that an
+              import of which nothing is taken leaves no empty store behind
+    strict    commit nothing before the end, and nothing at all if any row was refused
+
+    What is there already is counted as a duplicate. The other arguments and errors are those of `import_file`.
     """
     results: list[ImportResult] = []
-    version = None
     names = [pathlib.Path(path) for path in paths]
     message = f"import of {', '.join(p.name for p in names)}"
+    if strict and callable(store):
+        return _import_aside(store, names, renderer, format, message, commit_every=commit_every, progress=progress, **options)
+    opened = None if callable(store) else store
 
     tokenizer = options.pop("tokenizer", None)
     if renderer is None and tokenizer is None:
-        tokenizer = next((fp.tokenizer for fp in store.fingerprints()), None)
+        tokenizer = next((fp.tokenizer for fp in opened.fingerprints()), None) if opened is not None else None
 
     def sink(sequence: Sequence) -> None:
-        nonlocal tokenizer
+        nonlocal tokenizer, opened
         tokenizer = sequence.fingerprint.tokenizer
-        store.append(sequence)
-        if not strict and store.pending >= commit_every:
-            store.commit(message)
+        if opened is None:
+            opened = store()
+        opened.append(sequence)
+        if not strict and opened.pending >= commit_every:
+            opened.commit(message)
+
+    def duplicates() -> int:
+        return 0 if opened is None else opened.duplicates
 
     sizes = [sum(file.stat().st_size for file in files_of(path)) for path in names]
     for number, path in enumerate(names):
-        before, behind = store.duplicates, sum(sizes[:number])
+        before, behind = duplicates(), sum(sizes[:number])
         told = (lambda done, _, at=behind: progress(at + done, sum(sizes))) if progress else None
         result = import_file(path, renderer, sink, format, progress=told, tokenizer=tokenizer, **options)
-        result.duplicates = store.duplicates - before
+        result.duplicates = duplicates() - before
         results.append(result)
-    done = StoreImport(results, version)
+    done = StoreImport(results, None)
     if strict and done.refused:
-        store.close()
+        opened.close()
     elif done.taken:
-        done.version = store.commit(message)
+        done.version = opened.commit(message)
+    return done
+
+
+def _import_aside(make: Callable[[], Any], names: list[pathlib.Path], renderer: Renderer | None, format: str, message: str,
+                  **options: Any) -> StoreImport:
+    """All or nothing for a store that is not there yet: the rows go into a store aside first."""
+    from prefix_store.store import PrefixStore
+
+    with tempfile.TemporaryDirectory(prefix="prefix-store-import-") as folder, PrefixStore.open(folder, "a") as aside:
+        done = import_into(aside, names, renderer, format, **options)
+        done.version = None
+        if done.taken and not done.refused:
+            target = make()
+            for sequence in aside:
+                target.append(sequence)
+            done.version = target.commit(message)
     return done

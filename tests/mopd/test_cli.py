@@ -95,7 +95,7 @@ def test_store_commands(run, tiny_run):
     store = tiny_run.folder / "store"
     code, out, _ = run("store", "info", store, "--json")
     assert code == 0 and json.loads(out)["domains"]["game"]["expert"]["sequences"] == 6
-    assert "sequences: 25" in run("store", "info", store)[2]
+    assert "sequences: 25" in run("store", "info", store)[1]
     assert run("store", "verify", store)[0] == 0
     assert json.loads(run("store", "verify", store, "--json")[1]) == {"sequences": 25, "problems": []}
 

@@ -79,8 +79,7 @@ def test_nothing_taken_is_1_and_strict_takes_all_or_nothing(run, model, tmp_path
     assert code == 1 and "1 no domain" in out and "0 of 1 rows" in out
     code, out, _ = run("import", SAMPLES / "chat_tools.jsonl", *basic, "--domain", "d", "--strict")
     assert code == 1 and "the template has no tool calls" in out and "nothing imported" in out
-    with PrefixStore.open(tmp_path / "s") as opened:
-        assert len(opened) == 0
+    assert not (tmp_path / "s").exists(), "an import that takes nothing leaves nothing behind"
     assert run("import", SAMPLES / "chat_tools.jsonl", *basic, "--domain", "d", "--strict", "--tools-as-text")[0] == 0
     code, out, _ = run("import", SAMPLES / "eto.json", *basic, "--domain", "d", "--max-tokens", "30")
     assert code == 1 and "longer than the limit" in out
@@ -103,12 +102,51 @@ def test_nothing_taken_is_1_and_strict_takes_all_or_nothing(run, model, tmp_path
     (["store", "info", "{store}", "--version", "v000099"], "v000099"),
     (["store", "compact", "nowhere"], "nowhere does not exist"),
     (["store", "gc", "nowhere"], "nowhere does not exist"),
+    (["store", "info", "{samples}/eto.json"], "eto.json is a file"),
+    (["store", "export", "{store}", "{samples}"], "is a folder; name a file"),
+    (["store", "export", "{store}", "{samples}/eto.json/x.jsonl"], "x.jsonl cannot be written: "),
+    (["import", "{samples}/eto.json", "--store", "s", "--model", "{model}", "--domain", "d", "--report", "{samples}"],
+     "is a folder; name a file"),
+    (["import", "{samples}/eto.json", "--store", "s", "--model", "{model}", "--domain", "d", "--report",
+      "{samples}/eto.json/x"], "its folder cannot be made"),
+    (["import", "{samples}/eto.json", "--store", "{samples}", "--model", "{model}", "--domain", "d"],
+     "is not a prefix store and not an empty folder"),
 ])  # fmt: skip
 def test_wrong_usage_is_2_and_writes_nothing(run, store, model, tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
     code, out, err = run(*(a.format(samples=SAMPLES, store=store, model=model) for a in arguments))
     assert code == 2 and words in " ".join(err.split()), (code, err)
     assert out == "" and list(tmp_path.iterdir()) == []
+
+
+def test_a_domain_that_the_configuration_lacks_is_refused(run, model, tmp_path):
+    demo = cli.DEMO
+    code, out, err = run("import", demo, "--file", SAMPLES / "eto.json", "--store", tmp_path / "s", "--model", model,
+                         "--domain", "nowhere")
+    assert code == 2 and "--domain nowhere: the config has the domains" in err and not (tmp_path / "s").exists()
+
+
+def test_answers_are_on_standard_output(run, store, tmp_path):
+    copy = tmp_path / "store"
+    shutil.copytree(store, copy)
+    for arguments, words in (["info", "sequences: 14"], ["verify", "14 sequences checked, 0 problems"],
+                             ["compact", "version v000003"], ["gc", "removed 0 versions"]):
+        code, out, err = run("store", arguments, copy)
+        assert code == 0 and words in out and err == "", arguments
+    PrefixStore.open(tmp_path / "empty", "a").close()
+    assert json.loads(run("store", "compact", tmp_path / "empty", "--json")[1])["version"] is None
+
+
+def test_info_of_another_version_where_the_newest_is_damaged(run, store, tmp_path):
+    copy = tmp_path / "store"
+    shutil.copytree(store, copy)
+    (copy / "versions" / "v000002.json").write_text('{"number": 2, "removed_by": "x"}')
+    code, _, err = run("store", "info", copy)
+    assert code == 1 and "v000002.json fails its checksum" in err
+    code, out, _ = run("store", "info", copy, "--version", "v000001", "--json")
+    answer = json.loads(out)
+    assert code == 0 and answer["sequences"] == 2 and "v000002.json" in answer["damaged"]["versions"]
+    assert [entry["kind"] for entry in answer["history"]] == ["commit", "damaged"]
 
 
 def test_formats_are_listed(run):

@@ -118,3 +118,13 @@ def test_a_damaged_version_is_named_and_others_open(store_path):
     old = PrefixStore.open(store_path, version="v000001")
     assert len(old) == 80
     assert [p.place for p in old.verify().problems] == ["versions/v000002.json"]
+
+
+@pytest.mark.parametrize("stone", [b'{"number": 3, "removed_by": "v000004"}', b"[]", b"\xff"])
+def test_a_newest_version_that_is_rubbish_is_said_at_once(store_path, stone):
+    numbers = sorted((store_path / "versions").iterdir())
+    newest = numbers[-1]
+    newest.write_bytes(stone.replace(b"3", str(len(numbers)).encode()))
+    for mode in "ra":
+        with pytest.raises(DamagedData, match="fails its checksum"):
+            PrefixStore.open(store_path, mode)

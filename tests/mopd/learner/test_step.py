@@ -16,7 +16,7 @@ from mopd.learner.packing import pack
 from mopd.learner.scores import Scores
 from mopd.learner.step import LearnerStep, MissingScorer, StepConfig
 from mopd.losses import ObjectiveResult, aggregate, divergence
-from mopd.losses.objectives import ObjectiveResult, diagnose
+from mopd.losses.objectives import diagnose
 from mopd.metrics import clean
 from mopd.rows import STREAMS
 from teachers.scoring.hf import HFTeacher

@@ -48,8 +48,8 @@ def test_the_kls_to_a_mixture_are_weighted_sums_of_the_teachers_up_to_a_constant
         (found,), (want,) = (torch.autograd.grad(x.sum(), student, retain_graph=True) for x in (mixed, summed))
         torch.testing.assert_close(found, want, rtol=1e-10, atol=1e-12)
         assert (summed - mixed > 1e-3).all()  # the constant: how far the teachers are apart
-        other = divergence(student, mixture_logits(logits, WEIGHTS, "log_space" if mixture == "probability" else "probability"),
-                           kind=kind)
+        swapped = "log_space" if mixture == "probability" else "probability"
+        other = divergence(student, mixture_logits(logits, WEIGHTS, swapped), kind=kind)
         assert not torch.allclose(torch.autograd.grad(other.sum(), student)[0], want, rtol=1e-2)
 
 
