@@ -58,6 +58,8 @@ def evaluate_models(config: Config, models: dict[str, str], domains: list[str], 
         print(f"result: {model}: " + ", ".join(
             f"{d} {s['score']:.2f} [{s['low']:.2f}, {s['high']:.2f}] of {s['n']}" if s["n"] else
             f"{d} not measured, every episode failed for reasons of infrastructure" for d, s in scores.items()))
+    if report:
+        print(f"episodes: {out}/")
     return results
 
 

@@ -154,8 +154,6 @@ def _say(done: Any, store: Any, version: str | None, renderer: ChatRenderer | No
     if refused_all:
         print(f"result: nothing imported: {done.refused} rows were refused and --strict allows none")
     elif version is None:
-        print(f"result: nothing imported; {store} is empty")
-    elif version is None:
         print(f"result: nothing imported; {store} has nothing in it")
     else:
         print(f"result: {done.taken} demonstrations in {store} at version {version}")

@@ -197,4 +197,5 @@ def finish(config: Config, launch: Launch, folder: Path, learner: Learner, strea
     learner.close()
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # a second run of the same name starts anew
     print(f"result: {config.train.name} (seed {config.seed}): {learner.step} steps; {summary}")
+    print(f"model: {model}")
     return model

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefix_store import validity
+from prefix_store import PrefixStore, validity
 from prefix_store.trajectory import (
     SOURCE_KINDS,
     Context,
@@ -207,3 +207,35 @@ def test_the_quick_look_is_enough_for_what_models_wrote(monkeypatch):
     for seed in range(20):
         check_sequence(example_sequence(seed, source="teacher"))
         check_sequence(example_sequence(seed, source="student", turns=3, fork=True))
+
+
+def test_wrong_types_are_refused_at_append_and_spoil_no_commit(tmp_path):
+    """Whatever `append` takes can be committed, reads back equal and verifies."""
+    seq = example_sequence(1, turns=3, fork=True)
+    first, child = seq.contexts
+    change = dataclasses.replace
+
+    def outcome(**fields):
+        return change(seq, outcome=change(seq.outcome, **fields))
+
+    deep: list = []
+    for _ in range(5000):
+        deep = [deep]
+    wrong = [
+        None, {}, change(seq, contexts=(None,)), change(seq, contexts=None), change(seq, actions="abc"),
+        change(seq, actions=None),
+        change(seq, outcome=None), change(seq, source=None), change(seq, fingerprint=None), outcome(success="no"),
+        outcome(is_infra=None), outcome(error_category=None), change(seq, source=change(seq.source, id=3)),
+        change(seq, fingerprint=change(seq.fingerprint, tokenizer=["x"])), change(seq, metadata={"deep": deep}),
+        change(seq, contexts=(first, change(child, parent=False))), change(seq, contexts=(first, change(child, parent="0"))),
+        change(seq, contexts=(first, change(child, fork=float(child.fork)))),
+        change(seq, contexts=(change(first, segments=None), child)),
+        change(seq, contexts=(change(first, segments=tuple(change(s, writer=None) for s in first.segments)), child)),
+    ]  # fmt: skip
+    with PrefixStore.open(tmp_path / "store", "a") as store:
+        store.append(seq)
+        for bad in wrong:
+            with pytest.raises(InvalidSequence):
+                store.append(bad)
+        store.commit()
+        assert store.pending == 0 and len(store) == 1 and store.verify().ok

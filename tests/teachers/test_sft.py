@@ -8,14 +8,16 @@ import json
 import numpy as np
 import pytest
 
-from mopd.config import Config, ConfigError, DomainConfig, OptimizerConfig, SFTConfig, StudentConfig
+from mopd.config import Config, ConfigError, DomainConfig, OptimizerConfig, SFTConfig, StudentConfig, TeacherConfig
 from mopd.learner.model import ModelNotFound, load_model
 from mopd.learner.moe import router_hash, weights_hash
 from mopd.learner.supervised import mean_cross_entropy
 from mopd.report import build_results
 from mopd.sampling.rendering import ChatRenderer
 from prefix_store import PrefixStore
+from prefix_store.disk import StoreError
 from prefix_store.trajectory import Context, Outcome, Segment, Sequence, Source
+from teachers.collect import collect_domain
 from teachers.sft import NoDemonstrations, demonstration_rows, run_sft
 
 PLAYS = [("you see a door", "open the door"), ("you see a key", "take the red key"), ("look", "go north")]
@@ -159,3 +161,18 @@ def test_bad_input_is_named(config, tmp_path):
     with pytest.raises(NoDemonstrations, match="domain 'embodied'"):
         run_sft(config, ["embodied"], tmp_path / "x")
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("command", ["sft", "collect"])
+def test_a_store_may_be_a_url(config, tmp_path, monkeypatch, command):
+    pytest.importorskip("obstore")
+    for name, value in (("AWS_ENDPOINT_URL", "http://127.0.0.1:9"), ("AWS_REGION", "us-east-1"),
+                        ("AWS_ACCESS_KEY_ID", "nobody-at-all"), ("AWS_SECRET_ACCESS_KEY", "nothing-at-all")):
+        monkeypatch.setenv(name, value)
+    there = dataclasses.replace(config, store="s3://bucket/store", domains={"game": DomainConfig(teacher="one")},
+                                teachers={"one": TeacherConfig(model=config.student.model)})
+    with pytest.raises(StoreError, match="s3://bucket/store.* does not answer"):
+        if command == "sft":
+            run_sft(there, ["game"], tmp_path / "x")
+        else:
+            collect_domain(there, "game")
