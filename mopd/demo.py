@@ -272,7 +272,8 @@ class Stages:
 def student_reads(config: Config) -> list:
     """What a MOPD² run of this config depends on beside its seed and the stages before it, as JSON values."""
     parts = [_plain(getattr(config, part)) for part in ("train", "selection", "student", "deepspeed", "teachers")]
-    return parts + [{n: [_play(d), d.share, d.prefix_fraction, d.resume_turns] for n, d in config.domains.items()}]
+    return parts + [{n: [_play(d), d.share, d.prefix_fraction, d.resume_turns, d.teacher_weights, d.teacher_mixture]
+                     for n, d in config.domains.items()}]
 
 
 def evaluation_reads(config: Config, domains: list[str]) -> list:

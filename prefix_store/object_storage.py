@@ -46,8 +46,7 @@ class ObjectStorage:
             from obstore.store import from_url
         except ImportError:
             raise StoreError(
-                f"{url} lies in an object store, which needs the package obstore; install it with "
-                "`pip install 'mopd[object-store]'`"
+                f"{url} lies in an object store, which needs the package obstore: `pip install obstore`"
             ) from None
         self._obstore = obstore
         self.location = url.rstrip("/")

@@ -90,7 +90,7 @@ class Storage(Protocol):
         ...
 
     def asides(self) -> tuple[list[str], list[str]]:
-        """Names of scratch folders: leftovers of processes that are gone, and those still in use."""
+        """Names of scratch folders: leftovers of processes that are gone, and those in use by others."""
         ...
 
     def remove_leftovers(self, min_age_seconds: float, dry_run: bool) -> tuple[list[str], int]:
@@ -200,7 +200,9 @@ class LocalStorage:
             return self._scratch.path
 
     def asides(self) -> tuple[list[str], list[str]]:
-        return asides(self.path / "tmp")
+        leftovers, used = asides(self.path / "tmp")
+        own = None if self._scratch is None else self._scratch.path.name
+        return leftovers, [name for name in used if name != own]
 
     def remove_leftovers(self, min_age_seconds: float, dry_run: bool) -> tuple[list[str], int]:
         return remove_leftovers(self.path / "tmp", min_age_seconds, dry_run)

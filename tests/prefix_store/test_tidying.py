@@ -263,3 +263,12 @@ def test_quarantine_of_every_kind_of_damage(tmp_path, name):
     assert sound <= set(fresh.ids()) <= set(ids) and len(fresh) == 3 + entry["saved"] and fresh.verify().ok
     if name in ("points/c.0.0", "ids/c.0.0"):
         assert entry["saved"] == 3  # neither is needed to read a sequence
+
+
+def test_a_handles_own_scratch_is_no_other_writer(tmp_path):
+    with PrefixStore.open(tmp_path / "store", "w") as store:
+        store.append(example_sequence(0))
+        store.commit()
+        assert store.storage.scratch().is_dir()
+        assert store.info()["writers"] == []
+        assert len(PrefixStore.open(tmp_path / "store").info()["writers"]) == 1
