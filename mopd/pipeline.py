@@ -126,9 +126,19 @@ class Pipeline:
             self._say(f"{len(done)} of {len(self.jobs)} stages are already there and are reused.")
         running: dict[str, tuple[subprocess.Popen, float]] = {}
         shown: dict[str, float] = {}
-        previous = signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        told: list[int] = []
+
+        def stop(number: int, _) -> None:
+            told.append(number)
+            raise KeyboardInterrupt
+
+        # an ignored SIGINT stays ignored: that is how a shell starts what it puts in the background
+        previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)
+                    if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN}
         try:
             while len(done) < len(self.jobs):
+                if told:  # raised where Python drops exceptions, in a finaliser for instance
+                    raise KeyboardInterrupt
                 for name, job in self.jobs.items():
                     if name in done or name in running or any(n not in done for n in job.needs):
                         continue
@@ -153,7 +163,8 @@ class Pipeline:
                     if on_done:
                         on_done(self.jobs[name])
         finally:
-            signal.signal(signal.SIGTERM, previous)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
             for process, _ in running.values():
                 _end(process)
         return dict(self.seconds)

@@ -287,6 +287,8 @@ def _abandoned(folder: pathlib.Path) -> int | None:
     try:
         descriptor = os.open(folder / "lock", os.O_RDWR)
     except FileNotFoundError:
+        if _maker_is_gone(folder.name):  # killed before it had its lock
+            return -1
         try:
             return -1 if time.time() - folder.stat().st_mtime > UNLOCKED_SECONDS else None
         except FileNotFoundError:
@@ -299,6 +301,20 @@ def _abandoned(folder: pathlib.Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
+
+
+def _maker_is_gone(name: str) -> bool:
+    """Whether a scratch folder's name is that of a process of this machine that does not run any more."""
+    host, _, rest = name.rpartition(".")[0].rpartition(".")
+    if host != socket.gethostname() or not rest.isdigit():
+        return False
+    try:
+        os.kill(int(rest), 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, OverflowError):
+        pass
+    return False
 
 
 def asides(parent: pathlib.Path) -> tuple[list[str], list[str]]:

@@ -1,6 +1,10 @@
 """Compaction, garbage collection and quarantine: what they do, and that nothing is lost whatever happens meanwhile."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -272,3 +276,14 @@ def test_a_handles_own_scratch_is_no_other_writer(tmp_path):
         assert store.storage.scratch().is_dir()
         assert store.info()["writers"] == []
         assert len(PrefixStore.open(tmp_path / "store").info()["writers"]) == 1
+
+
+def test_a_scratch_folder_whose_maker_died_before_locking_it_is_a_leftover(tmp_path):
+    with PrefixStore.open(tmp_path / "store", "w") as store:
+        gone = subprocess.Popen([sys.executable, "-c", ""])
+        gone.wait()
+        for pid in (gone.pid, os.getpid()):
+            (tmp_path / "store" / "tmp" / f"{socket.gethostname()}.{pid}.0123456789ab").mkdir(parents=True)
+        info = store.info()
+        assert [name.split(".")[-2] for name in info["leftovers"]] == [str(gone.pid)]
+        assert [name.split(".")[-2] for name in info["writers"]] == [str(os.getpid())]

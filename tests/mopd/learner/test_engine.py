@@ -229,8 +229,9 @@ for stage in (0, 1, 2, 3):
     assert (again.loss, again.gradient_norm) == (after.loss, after.gradient_norm), f"ZeRO {stage}: resumed differently"
     learner.close()
 if rank == 0:
-    print("RESULT" + json.dumps(results))
+    print("RESULT" + json.dumps(results), flush=True)
 torch.distributed.barrier()
+torch.distributed.destroy_process_group()  # or gloo's threads may still run when the process ends
 """
 SPLITS = [2, 7, 0, 6]  # rows on rank 0 of 7; once all are there, once none
 

@@ -262,8 +262,9 @@ for options in OPTIONS:
         report = step(rows[:split] if rank == 0 else rows[split:], shares=SHARES, step=0)
         found.append(comparable(report))
 if rank == 0:
-    print("RESULT" + json.dumps(found))
+    print("RESULT" + json.dumps(found), flush=True)
 torch.distributed.barrier()
+torch.distributed.destroy_process_group()  # or gloo's threads may still run when the process ends
 """
 
 
