@@ -187,9 +187,10 @@ def test_what_is_left_is_played_through(tmp_path):
 
 
 PARENT = """
-import sys
+import signal, sys
 from pathlib import Path
 from mopd.pipeline import Job, Pipeline
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background has it ignored
 run = Path(sys.argv[1])
 options = ["run=" + str(run), "domains.embodied.demonstrations=20000", "domains.embodied.novice_episodes=0"]
 out = run / "t.jsonl"
