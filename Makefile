@@ -15,7 +15,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@echo "Creating $(VENV) and installing (about 1.6 GB on disk with a CPU build of torch, some gigabytes more with CUDA; minutes, without a word) ..."
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e ".[environments,tensorboard,object-store,parquet,test]"
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e ".[environments,tensorboard,object-store,parquet,benchmarks,test]"
 	@touch $(STAMP)
 
 demo: $(STAMP)

@@ -7,8 +7,6 @@ same numbers. Lines are plain JSON: a number that is not finite is written as nu
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import math
 import os
@@ -16,13 +14,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mopd.locks import lock_alone
+
 
 class MetricsError(ValueError):
     """A metrics file or record breaks the format; the message names the file and the line or key."""
 
 
 class MetricsBusy(RuntimeError):
-    """Another process is writing this metrics file; the message names it and the remedy."""
+    """Another process trains here; the message names the place and the remedy."""
+
+    @classmethod
+    def at(cls, place: Path) -> MetricsBusy:
+        return cls(f"{place}: another process is training here; wait for it, or give this run another name (train.name), "
+                   "seed or folder (run)")
 
 
 def clean(value: Any, path: str = "", non_finite: list[str] | None = None) -> Any:
@@ -96,25 +101,6 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     return [record for _, record in _scan(Path(path))]
 
 
-@contextlib.contextmanager
-def only_process(lock: Path) -> Iterator[None]:
-    """Holds the lock file while the block runs; the end of the process gives it back too. Raises MetricsBusy where another
-    process holds it."""
-    with open(lock, "ab") as file:
-        _lock(file.fileno(), lock.parent)
-        yield
-
-
-def _lock(descriptor: int, place: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise MetricsBusy(f"{place}: another process is training here; wait for it, or give this run another name "
-                          "(train.name), seed or folder (run)") from None
-    except OSError:
-        pass  # a file system without locks
-
-
 class MetricsLog:
     """Appends one line a step to `path` and, if asked, the same numbers to TensorBoard.
 
@@ -133,7 +119,8 @@ class MetricsLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            _lock(self._file, self.path)  # until the file is closed, also by the end of the process
+            if not lock_alone(self._file):
+                raise MetricsBusy.at(self.path)
             os.ftruncate(self._file, self._kept_bytes(first_step))
         except BaseException:
             os.close(self._file)

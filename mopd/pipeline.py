@@ -7,7 +7,6 @@ long as the parts of the config that it reads and everything it depends on are t
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
@@ -23,6 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from mopd.locks import only_process
 from mopd.progress import human_seconds
 
 
@@ -107,12 +107,9 @@ class Pipeline:
         Raises JobFailed after the jobs beside a failed one were ended, or when another pipeline runs in this folder.
         SIGINT and SIGTERM end the running jobs and keep what is finished.
         """
-        with open(self.folder / ".lock", "a") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise JobFailed(f"another process is at work in {self.run_folder}; wait for it, or give this one a folder "
-                                "of its own with run=FOLDER") from None
+        busy = JobFailed(f"another process is at work in {self.run_folder}; wait for it, or give this one a folder of its "
+                         "own with run=FOLDER")
+        with only_process(self.folder / ".lock", busy):
             return self._run(on_done)
 
     def _run(self, on_done: Callable[[Job], None] | None) -> dict[str, float]:

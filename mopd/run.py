@@ -19,7 +19,8 @@ from mopd.learner.engine import Learner
 from mopd.learner.model import load_model, save_model
 from mopd.learner.step import LearnerStep, StepConfig
 from mopd.learner.weights import named_weights
-from mopd.metrics import MetricsLog, only_process
+from mopd.locks import only_process
+from mopd.metrics import MetricsBusy, MetricsLog
 from mopd.progress import Progress
 from mopd.run_records import Notices, scored_episodes, step_record, write_selection
 from mopd.sampling.advantages import GroupAdvantage
@@ -46,7 +47,7 @@ def train(config: Config, *, resume: bool = True) -> Path:
     folder = Path(config.run) / "students" / config.train.name / f"seed-{config.seed}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with only_process(folder / ".lock"):
+        with only_process(folder / ".lock", MetricsBusy.at(folder)):
             return _train(config, launch, folder, resume)
     finally:
         launch.close()

@@ -31,6 +31,7 @@ def step_record(plan: Plan, samples: StepSamples, report, notes: list[str], wall
     metrics = report.metrics
     seconds = {"training": metrics["seconds"]["training"] + metrics["seconds"]["packing"],
                "scoring": metrics["seconds"]["scoring"], **samples.seconds, "grading": 0.0, "total": wall}
+    missing = sum(sum(reasons.values()) for reasons in metrics.get("missing", {}).values())
     spent = sum(seconds[name] for name in COSTS) or 1.0
     seconds["shares"] = {name: seconds[name] / spent for name in COSTS}
     domains: dict[str, Any] = {}
@@ -58,7 +59,7 @@ def step_record(plan: Plan, samples: StepSamples, report, notes: list[str], wall
         "step": plan.step, "loss": metrics["loss"], "skipped": metrics["skipped"],
         "gradient_norm": metrics.get("gradient_norm"), "learning_rate": metrics.get("learning_rate"), "seconds": seconds,
         "tokens": {"sampled": samples.sampled_tokens, "trained": metrics.get("loss_tokens", 0),
-                   "scored": metrics.get("loss_tokens", 0), "computed": metrics.get("tokens", 0)},
+                   "scored": metrics.get("loss_tokens", 0) - missing, "computed": metrics.get("tokens", 0)},
         "environment_steps": samples.environment_steps, "groups": samples.groups,
         "dropped_groups": samples.dropped_groups, "omega": metrics.get("omega", {}),
         "aggregation": metrics.get("aggregation", {}), "balance": metrics.get("balance", {}),

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from mopd.metrics import MetricsBusy, only_process
+from mopd.locks import only_process
+from mopd.metrics import MetricsBusy
 from mopd.run_records import NothingScored, Notices
 
 
@@ -33,11 +34,12 @@ def test_a_domain_that_no_teacher_scores_stops_the_run():
 
 
 def test_one_process_at_a_time_holds_a_folder(tmp_path):
-    code = ("import pathlib, sys; from mopd.metrics import only_process\n"
-            "with only_process(pathlib.Path(sys.argv[1])): pass")
-    with only_process(tmp_path / ".lock"):
+    code = ("import pathlib, sys; from mopd.locks import only_process; from mopd.metrics import MetricsBusy\n"
+            "path = pathlib.Path(sys.argv[1])\n"
+            "with only_process(path, MetricsBusy.at(path)): pass")
+    with only_process(tmp_path / ".lock", MetricsBusy.at(tmp_path)):
         other = subprocess.run([sys.executable, "-c", code, str(tmp_path / ".lock")], capture_output=True, text=True)
         assert other.returncode and "another process is training here" in other.stderr
-        with pytest.raises(MetricsBusy), only_process(tmp_path / ".lock"):
+        with pytest.raises(MetricsBusy), only_process(tmp_path / ".lock", MetricsBusy.at(tmp_path)):
             pass
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path / ".lock")]).returncode == 0
