@@ -84,6 +84,8 @@ def _train(config: Config, launch: Launch, folder: Path, resume: bool) -> Path:
             notes = schedule.observe(report.reverse_kl)
             streams.observe(plan.step, samples, report.turn_scores)
             record = step_record(plan, samples, report, notes, time.perf_counter() - start)
+            for name, domain in launch.domains.items():
+                record["domains"][name]["environment_failures"] = dict(domain.pool.stats.failures)
             record["seconds"]["cpu"] = time.process_time() - cpu  # of this process: steady on a busy machine too
             log.write(record)
             notices.say(step, report.metrics)

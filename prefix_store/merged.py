@@ -391,8 +391,8 @@ def open_index(storage: Storage, found: Found) -> IndexFile | None:
         _log.warning("%s: %s; the index is made again", storage.location, error)
         with contextlib.suppress(OSError, StoreError):
             storage.delete_folder(key)
-    except (OSError, StoreError):
-        pass
+    except (OSError, StoreError) as error:
+        _log.info("%s: the index %s cannot be read (%s); it is made again", storage.location, found.name, error)
     return None
 
 

@@ -72,7 +72,7 @@ class PooledEnvironment:
             return call()
         except EnvironmentFailure as failure:
             self.broken = True
-            self._pool._failed(failure.category)
+            self._pool.count_failure(failure.category)
             raise
 
 
@@ -207,7 +207,7 @@ class EnvironmentPool:
         try:
             return PooledEnvironment(self.family.create(), self)
         except EnvironmentFailure as failure:
-            self._failed(failure.category)
+            self.count_failure(failure.category)
             raise
 
     def _count(self, kind: str, seconds: float) -> None:
@@ -219,7 +219,8 @@ class EnvironmentPool:
                 self.stats.steps += 1
                 self.stats.step_seconds += seconds
 
-    def _failed(self, category: str) -> None:
+    def count_failure(self, category: str) -> None:
+        """Count one more failure of this category, whether it is tried again or not."""
         with self._lock:
             self.stats.failures[category] = self.stats.failures.get(category, 0) + 1
 

@@ -156,7 +156,8 @@ def restore(recording: Recording, turn: int, pool: EnvironmentPool, *, witness: 
         witness = recording.witness
     try:
         return _walk(recording, turn, pool, witness)
-    except ReplayDiverged:
+    except ReplayDiverged as failure:
+        pool.count_failure(failure.category)
         return _walk(recording, turn, pool, witness)
 
 

@@ -172,6 +172,17 @@ def test_an_episode_that_ends_too_early_diverges(renderer):
             restore(Recording.of("a", short), 4, pool, witness=lambda turn, observation: None)
 
 
+def test_a_divergence_that_a_second_try_mends_is_counted(renderer):
+    sequence, seen = corridor(renderer), []
+    with EnvironmentPool(CorridorFamily(), size=1) as pool:
+        def witness(turn, observation):
+            seen.append(turn)
+            return ("another view", observation.text) if len(seen) == 2 else None
+        restored = restore(Recording.of("a", sequence), 2, pool, witness=witness)
+        pool.release(restored.environment)
+        assert seen == [0, 1, 0, 1, 2] and pool.stats.failures == {"replay_diverged": 1}
+
+
 @pytest.mark.parametrize("changes, words", [
     ({"environment": ""}, "static demonstration: it names no environment"),
     ({"environment": "cave"}, "was played in environment 'cave', the domain has 'corridor'"),
