@@ -8,7 +8,7 @@ QUICK ?=
 FRESH ?=
 FLAGS := $(if $(QUICK),--quick) $(if $(FRESH),--fresh)
 
-.PHONY: setup demo study study-prefix test lint format clean
+.PHONY: setup demo study study-prefix test fuzz lint format clean
 
 setup: $(STAMP)
 
@@ -30,6 +30,10 @@ study-prefix: $(STAMP)
 test: $(STAMP)
 	$(VENV)/bin/ruff check .
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
+
+# Property tests with examples never tried before; `make test` repeats the same ones.
+fuzz: $(STAMP)
+	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=new $(VENV)/bin/python -m pytest -m hypothesis
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

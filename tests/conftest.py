@@ -7,6 +7,12 @@ import os
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+# `make test` tries the same examples every time, so that a change is what breaks it; `make fuzz` tries new ones.
+settings.register_profile("same", derandomize=True)
+settings.register_profile("new", print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 @pytest.fixture(scope="session")

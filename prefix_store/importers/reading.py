@@ -286,6 +286,7 @@ def _array_rows(rest: _Joined) -> Iterator[Row]:
                 break
             try:
                 value, end = _DECODER.raw_decode(text, at)
+                length = end - at
                 if end == len(text) and more():
                     continue  # a number may go on
             except RecursionError as failure:
@@ -296,7 +297,7 @@ def _array_rows(rest: _Joined) -> Iterator[Row]:
                     continue
                 error = str(failure)
                 break
-            at = end
+            at += length  # `more` moves what is left to the front, so `end` no longer holds
             number += 1
             if number == 1 and _is_message(value):
                 messages = []

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 from character_renderer import END, CharacterRenderer
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from prefix_store import PrefixStore
@@ -354,6 +354,8 @@ def test_no_row_can_crash_an_import(tmp_path_factory, rows):
 
 
 @given(st.binary(max_size=200), st.sampled_from(["x.jsonl", "x.json"]))
+@example(b"0", "x.json")
+@example(b"[0", "x.jsonl")
 @settings(max_examples=50, deadline=None)
 def test_no_bytes_can_crash_an_import(tmp_path_factory, data, name):
     path = tmp_path_factory.mktemp("fuzz") / name
