@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 
 from prefix_store import PrefixStore
-from prefix_store.segment import Item
-from prefix_store.trajectory import canonical_json, content_hash, example_sequence, sequence_record
+from prefix_store.building import SegmentBuilder, prepare
+from prefix_store.trajectory import example_sequence
 from prefix_store.versions import manifest_bytes, next_manifest, read_version
 from prefix_store.writer import Change, Staged, transact
 
@@ -46,9 +46,9 @@ def main() -> None:
             some = min(25, options.segments - made)
             staged = []
             for seed in range(made, made + some):
-                sequence = example_sequence(seed)
-                record = canonical_json(sequence_record(sequence)).encode()
-                staged.append(Staged.of([Item(bytes.fromhex(content_hash(sequence)), record, sequence)]))
+                building = SegmentBuilder()
+                building.add(prepare(example_sequence(seed)))
+                staged.append(Staged.of(building))
             transact(store, lambda base, staged=staged: Change(staged, "filling"))
             made += some
 

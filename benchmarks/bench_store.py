@@ -7,16 +7,19 @@
 Every back end gets the same sequences and is asked for the same prefixes, in turn, so that what else the machine does hurts
 all of them alike; read the ratios rather than the figures. Beside the time that passed stands the CPU time of the process,
 all its threads together, which a busy machine changes less. The store checks, hashes, checksums and flushes what it
-takes; the others only store it (each is flushed to the device at every commit, as the store is):
+takes, and keeps segments, records and an index; the others only store what they are given. Each is flushed to the device at
+every commit, as the store is:
 
 - Parquet: a file per commit, zstd, row groups of 32 sequences; a read takes one row group of the column `tokens`
 - LMDB: one environment, a key per sequence and column, raw bytes; a transaction per commit
-- Zarr: one growing array per column (zstd), appended to at each commit; where a sequence begins is kept in memory
+- Zarr: one growing array per column, packed as the store packs it and flushed by as many threads, appended to at each
+  commit; chunks of 32,768 tokens; where a sequence begins is kept in memory only
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import json
 import os
@@ -32,6 +35,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from prefix_store import PrefixStore
+from prefix_store.building import CODECS
+from prefix_store.disk import SYNC_THREADS
 from prefix_store.trajectory import Context, DecisionPoint, Fingerprint, Outcome, Segment, Sequence, Source
 
 TURNS, ACTION_TOKENS, VOCABULARY = 8, 50, 50_000
@@ -211,11 +216,10 @@ class GrowingZarr:
 
         group = zarr.open_group(folder, mode="w")
         types = {"tokens": np.uint32, "behaviour_logprob": np.float32, "weights_version": np.int32}
-        codec = zarr.codecs.BloscCodec(cname="zstd", clevel=1, shuffle="shuffle")
-        self.arrays = {
-            name: group.create_array(name, shape=(0,), chunks=(32_768,), dtype=dtype, compressors=[codec])
-            for name, dtype in types.items()
-        }
+        self.arrays = {}
+        for name, dtype in types.items():
+            codec = zarr.codecs.BloscCodec(cname=CODECS.get(name, "zstd"), clevel=1, shuffle="shuffle")
+            self.arrays[name] = group.create_array(name, shape=(0,), chunks=(32_768,), dtype=dtype, compressors=[codec])
         self.folder, self.starts = folder, [0]
 
     def add(self, batch: list[Sequence]) -> None:
@@ -223,9 +227,11 @@ class GrowingZarr:
         for name, array in self.arrays.items():
             array.append(np.concatenate([getattr(seq.contexts[0], name) for seq in batch]))
         self.starts += [before + int(n) for n in np.cumsum([len(seq.contexts[0].tokens) for seq in batch])]
-        for name in self.arrays:
-            for chunk in range(before // 32_768, self.starts[-1] // 32_768 + 1):
-                _flush(self.folder / name / "c" / str(chunk))
+        chunks = range(before // 32_768, self.starts[-1] // 32_768 + 1)
+        files = [self.folder / name / "c" / str(chunk) for name in self.arrays for chunk in chunks]
+        files += [self.folder / name / "zarr.json" for name in self.arrays]
+        with concurrent.futures.ThreadPoolExecutor(SYNC_THREADS) as pool:
+            list(pool.map(_flush, files))
 
     def reader(self) -> GrowingZarr:
         return self
@@ -425,6 +431,8 @@ def table(result: dict) -> str:
     what = f"append {append['sequences']:,} × {append['tokens']:,} tokens, MB/s of token ids"
     for title, rate in ((what, "MB_per_s"), ("… per second of CPU time", "MB_per_cpu_s")):
         lines.append(f"| {title} | " + " | ".join(f"{append['by'][n][rate]:.1f}" for n in names) + " |")
+        wide = "… with log-probabilities and versions (12 bytes a token)"
+        lines.append(f"| {wide} | " + " | ".join(f"{3 * append['by'][n][rate]:.1f}" for n in names) + " |")
     raw = 3 * append["payload_bytes"]
     sizes = (f"{append['by'][n]['bytes'] / raw:.3f}" for n in names)
     lines.append("| … bytes on disk / raw bytes | " + " | ".join(sizes) + " |")

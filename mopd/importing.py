@@ -26,7 +26,7 @@ class WrongImport(ValueError):
     """Something that an import needs is missing or does not fit; shown without a traceback."""
 
 
-def open_renderer(model: str | Path) -> ChatRenderer:
+def open_renderer(model: str | Path, *, trust_remote_code: bool = False) -> ChatRenderer:
     """The renderer of a model folder or hub id; only its tokenizer and chat template are read. Raises WrongImport."""
     from mopd.sampling.rendering import ChatRenderer, load_tokenizer
 
@@ -36,7 +36,7 @@ def open_renderer(model: str | Path) -> ChatRenderer:
         raise WrongImport(f"there is no tokenizer in {model}; give a Hugging Face folder with tokenizer.json or a hub id of "
                           "the form owner/name")
     try:
-        return ChatRenderer(load_tokenizer(model))
+        return ChatRenderer(load_tokenizer(model, trust_remote_code=trust_remote_code))
     except OSError as error:
         where = "" if folder.exists() else ", which is no folder here,"
         raise WrongImport(f"the tokenizer of {model}{where} cannot be read: {error}") from error
@@ -60,6 +60,7 @@ def run_import(
     report: Path | None = None,
     as_json: bool = False,
     storage_options: Mapping[str, str] | None = None,
+    trust_remote_code: bool = False,
 ) -> int:
     """Import files and folders into a store, which is made if it is not there and a row is taken; print what became of
     the rows.
@@ -67,6 +68,7 @@ def run_import(
     model      folder or hub id whose tokenizer and chat template render the rows; None will do for store exports
     report     file for every row that was not taken, as JSON (on the screen are the first ten of each reason)
     strict     commit nothing if any row is refused
+    trust_remote_code  let Python code that comes with `model`'s tokenizer run
     Other arguments are those of `prefix_store.importers.ImportOptions`. Returns the exit status: 0 if something went in
     (or was there already), 1 if nothing did. Raises WrongImport for no files, a file that is not there, or no model where
     one is needed, or a report that cannot be written; UnknownFormat, ImportFailed, ForeignFingerprint, StoreError.
@@ -89,7 +91,7 @@ def run_import(
                           "template with --model")
     if report is not None:
         _check_report(report)
-    renderer = None if model is None else open_renderer(model)
+    renderer = None if model is None else open_renderer(model, trust_remote_code=trust_remote_code)
     total = sum(file.stat().st_size for path in files for file in files_of(path))
     bar = Progress("import, MB", total / MEGABYTE) if total >= BIG else None
     progress = (lambda done, _: bar.update(done / MEGABYTE)) if bar else None
@@ -171,4 +173,4 @@ def import_from_config(config: Config, files: Sequence[str | Path], domain: str 
         raise ConfigError(f"--domain {domain}: the config has the domains {', '.join(config.domains)}")
     limits = max_tokens or {name: part.max_context_tokens for name, part in config.domains.items()}
     return run_import(files, store or config.store, model or config.student.model, domain=domain, max_tokens=limits,
-                      **options)
+                      trust_remote_code=model is None and config.student.trust_remote_code, **options)

@@ -1,8 +1,9 @@
-"""Stored sequences for human eyes: one with its segments in colours and its decision points numbered, or a list."""
+"""A store for human eyes: one sequence with its segments in colours and its decision points numbered, a list, a summary."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,24 @@ from prefix_store import PrefixStore
 from prefix_store.trajectory import Context, Sequence
 
 STYLES = {"prompt": "cyan", "observation": "default", "action": "bold green"}
+# what a terminal would obey instead of showing it; stored text must not clear the screen or pass for other text
+HARMLESS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 class NoSuchSequence(ValueError):
     """No sequence of the store, or more than one, has an id that begins so."""
+
+
+def _console() -> Console:
+    """Standard output, on which a character that its encoding does not have becomes a question mark."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+    return Console(highlight=False)
+
+
+def _shown(text: str, style: str = "") -> Text:
+    """Text with control characters spelled out."""
+    return Text(text.translate(HARMLESS), style=style)
 
 
 def find_sequence(store: PrefixStore, start: str) -> str:
@@ -46,7 +61,7 @@ def show_sequence(store: PrefixStore, start: str, model: Path | None = None, as_
     if as_json:
         print(json.dumps(record))
     else:
-        _print(record, Console(highlight=False))
+        _print(record, _console())
 
 
 def list_sequences(store: PrefixStore, domains: Iterable[str] = (), sources: Iterable[str] = (),
@@ -69,12 +84,48 @@ def list_sequences(store: PrefixStore, domains: Iterable[str] = (), sources: Ite
         table.add_column(name, justify="right" if name in ("turns", "tokens", "reward") else "left", overflow="fold",
                          no_wrap=name not in ("task", "played by"))
     for row in rows:
-        table.add_row(*map(Text, (row["id"][:12], row["domain"], row["task"], f"{row['source']} {row['source_id']}",
+        table.add_row(*map(_shown, (row["id"][:12], row["domain"], row["task"], f"{row['source']} {row['source_id']}",
                                   str(row["turns"]), str(row["tokens"]), "solved" if row["success"] else "not solved",
                                   f"{row['reward']:g}")))
-    console = Console(highlight=False)
+    console = _console()
     console.print(table)
     console.print(f"{len(rows)} of {len(ids)} sequences; `mopd store show STORE ID` prints one", style="dim")
+
+
+def show_info(found: dict[str, Any]) -> None:
+    """Print what `PrefixStore.info` found: what the version holds, by domain and by who played, and what else lies there."""
+    console = _console()
+
+    def line(text: str, style: str = "") -> None:
+        console.print(_shown(text, style), soft_wrap=True)
+
+    line(f"{found['path']}, version {found['version']} ({found['versions']} versions)", "bold")
+    if found["message"]:
+        line(f"message: {found['message']}")
+    line(f"{found['sequences']:,} sequences, {found['decision_points']:,} decision points, {found['tokens']:,} tokens; "
+         f"{found['segments']:,} store segments of {found['bytes'] / 1e6:,.1f} MB; layout {found['layout']}")
+    if found["domains"]:
+        table = Table(box=None, pad_edge=False)
+        for name in ("domain", "played by", "sequences", "solved", "decision points"):
+            table.add_column(name, justify="left" if name in ("domain", "played by") else "right", overflow="fold")
+        for domain, sources in found["domains"].items():
+            for source, counts in sources.items():
+                numbers = (counts["sequences"], counts["successes"], counts["decision_points"])
+                table.add_row(_shown(domain), _shown(source), *(f"{number:,}" for number in numbers))
+        console.print(table)
+    for fingerprint in found["fingerprints"]:
+        known = (f"{what.replace('_', ' ')} {value[:16]}" for what, value in fingerprint.items() if value)
+        line(f"written with {', '.join(known)}")
+    for name, why in found["damaged"].items():
+        line(f"damaged: {name}: {why}", "red")
+    for segment in found["quarantined"]:
+        lost = len(segment["lost"]) + segment["unknown"]
+        line(f"in quarantine: segment {segment['name']} ({segment['reason']}); {lost} sequences were lost with it", "yellow")
+    for what, names in (("writers at work", found["writers"]),
+                        ("left by writers that were killed (harmless)", found["leftovers"]),
+                        ("store segments that no version names (harmless; `mopd store gc`)", found["unreferenced"])):
+        if names:
+            line(f"{what}: {len(names)}: {', '.join(names[:5])}{', …' if len(names) > 5 else ''}")
 
 
 def describe(sequence: Sequence, identity: str, text: Callable[[np.ndarray], str]) -> dict[str, Any]:
@@ -133,9 +184,9 @@ def _print(record: dict[str, Any], console: Console) -> None:
     ended = "solved" if outcome["success"] else outcome["error_category"] or "not solved"
     task = f"{record['task'] or '(task without a name)'} {record['split']} {record['seed']}"
     where = f"in {record['environment']} ({record['environment_version']})" if record["environment"] else "in no environment"
-    console.print(f"{record['id']}\n{record['domain']}: {task} {where}", markup=False, soft_wrap=True)
-    console.print(f"played by {source['kind']} {source['id']} {source['revision'][:12]}; {record['turns']} turns, {ended}, "
-                  f"reward {outcome['reward']:g}", markup=False, soft_wrap=True)
+    console.print(_shown(f"{record['id']}\n{record['domain']}: {task} {where}"), soft_wrap=True)
+    console.print(_shown(f"played by {source['kind']} {source['id']} {source['revision'][:12]}; {record['turns']} turns, "
+                         f"{ended}, reward {outcome['reward']:g}"), soft_wrap=True)
     for number, context in enumerate(record["contexts"]):
         shared = "" if context["parent"] is None else f", the first {context['fork']} shared with context {context['parent']}"
         console.print(f"\ncontext {number}: {context['tokens']} tokens{shared}", style="dim", markup=False)
@@ -149,5 +200,5 @@ def _print(record: dict[str, Any], console: Console) -> None:
                             style="yellow")
             else:
                 line.append(f"{segment['kind']}  ", style="dim")
-            line.append(segment["text"], style=STYLES[segment["kind"]])
+            line.append(_shown(segment["text"], STYLES[segment["kind"]]))
             console.print(line, soft_wrap=True)

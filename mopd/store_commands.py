@@ -74,8 +74,9 @@ def info(store: Location, version: Version = None, storage_option: StorageOption
         if as_json:
             print(json.dumps(found | {"history": opened.history()}, default=str))
             return
-    for key, value in found.items():
-        print(f"{key}: {value}")
+    from mopd.show import show_info
+
+    show_info(found)
 
 
 @app.command("show")

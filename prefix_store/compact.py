@@ -11,8 +11,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from prefix_store.building import SegmentBuilder
 from prefix_store.chunked import DamagedData
-from prefix_store.segment import Item, SegmentReader
+from prefix_store.segment import SegmentReader
 from prefix_store.verify import sound_items
 from prefix_store.writer import Change, Staged, transact
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from prefix_store.store import PrefixStore
 
 TARGET_TOKENS = 4_000_000
-# some 20 MB on disk and a few hundred in memory while it is merged
+# some 20 MB on disk, as much in memory while it is merged, and one of its sources unpacked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,9 +98,9 @@ def compact_store(store: PrefixStore, target_tokens: int, message: str) -> Compa
 
     try:
         for some in plan_bins(store._manifest["segments"], target_tokens):
-            items, sources = _take(store, some, left)
+            building, sources = _take(store, some, left)
             if len(sources) > 1:
-                merges.append((Staged.of(list(items.values()), store.storage.scratch()), sources))
+                merges.append((Staged.of(building, store.storage.scratch()), sources))
         made = transact(store, plan)
     except BaseException:
         for staged, _ in merges:
@@ -117,18 +118,18 @@ def compact_store(store: PrefixStore, target_tokens: int, message: str) -> Compa
     )
 
 
-def _take(
-    store: PrefixStore, entries: list[dict[str, Any]], left: dict[str, str]
-) -> tuple[dict[bytes, Item], set[str]]:
-    """The sequences of the segments by id, without those that are damaged."""
-    items: dict[bytes, Item] = {}
+def _take(store: PrefixStore, entries: list[dict[str, Any]], left: dict[str, str]) -> tuple[SegmentBuilder, set[str]]:
+    """The sequences of the segments, each once, without the segments that are damaged."""
+    building = SegmentBuilder()
     sources: set[str] = set()
     for entry in entries:
         try:
-            for item in sound_items(SegmentReader(store.storage, f"segments/{entry['name']}")):
-                items.setdefault(item.id, item)
+            items = list(sound_items(SegmentReader(store.storage, f"segments/{entry['name']}")))
         except DamagedData as error:
             left[entry["name"]] = str(error)
             continue
+        for item in items:
+            if item.id not in building:
+                building.add(item)
         sources.add(entry["name"])
-    return items, sources
+    return building, sources

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,14 @@ def canonical_json(value: Any) -> str:
 
 
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False, default=_plain)
+_TABLE_ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False, allow_nan=False, default=_plain)
+# for lists that cannot contain themselves
+_SEGMENT_ROW = operator.attrgetter("kind", "start", "end", "turn", "writer")
+
+
+def segment_rows(context: Context) -> list[tuple[str, int, int, int, str]]:
+    """The segments of a context as plain tuples (kind, start, end, turn, writer)."""
+    return list(map(_SEGMENT_ROW, context.segments))
 
 
 def sequence_record(seq: Sequence) -> dict[str, Any]:
@@ -87,12 +96,9 @@ def content_hash(seq: Sequence) -> str:
 def hash_content(record: bytes, contexts: tuple[Context, ...], canonical: bool = False) -> str:
     """`content_hash` of the sequence with this record (canonical JSON) and these contexts. `canonical` says that their
     log-probabilities are so already."""
-    tables = []
-    for c in contexts:
-        segments = [(s.kind, s.start, s.end, s.turn, s.writer) for s in c.segments]
-        tables.append((c.parent, c.fork, len(c.tokens), segments))
+    tables = [(c.parent, c.fork, len(c.tokens), segment_rows(c)) for c in contexts]
     digest = hashlib.sha256()
-    for part in (record, canonical_json(tables).encode("ascii")):
+    for part in (record, _TABLE_ENCODER.encode(tables).encode("ascii")):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     for c in contexts:
@@ -107,17 +113,18 @@ def hash_content(record: bytes, contexts: tuple[Context, ...], canonical: bool =
 def canonical_logprob(logprob: np.ndarray) -> np.ndarray:
     """float32 with every NaN replaced by the one canonical NaN, so that equal content has equal bytes."""
     out = np.array(logprob, dtype="<f4")
-    np.putmask(out, out != out, np.float32("nan"))
+    out[out != out] = np.nan
     return out
 
 
 def own_copy(seq: Sequence) -> Sequence:
-    """The sequence with canonical arrays of its own, so that what is stored is what was checked."""
+    """The sequence with canonical arrays of its own, so that what is stored is what was checked. Arrays of another type
+    than the data model's stay as they are, for `check_sequence` to refuse."""
     contexts = tuple(
         Context(
-            np.array(c.tokens, dtype="<u4"),
-            canonical_logprob(c.behaviour_logprob),
-            np.array(c.weights_version, dtype="<i4"),
+            _own(c.tokens, np.uint32),
+            _own(c.behaviour_logprob, np.float32),
+            _own(c.weights_version, np.int32),
             c.segments,
             c.parent,
             c.fork,
@@ -126,3 +133,9 @@ def own_copy(seq: Sequence) -> Sequence:
         for c in seq.contexts
     )
     return Sequence(**(vars(seq) | {"contexts": contexts}))
+
+
+def _own(array: Any, dtype: type) -> Any:
+    if not isinstance(array, np.ndarray) or array.dtype != dtype:
+        return array
+    return canonical_logprob(array) if dtype is np.float32 else np.array(array, dtype=np.dtype(dtype).newbyteorder("<"))

@@ -9,6 +9,7 @@ import pathlib
 import uuid
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 SYNC_THREADS = 8
 # flushes that wait at the same time share the file system's journal commits: 30 files in 5 ms instead of 90
 

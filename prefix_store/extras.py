@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-EXTRA_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,99}")
-# a name is a folder on disk and a node of a Zarr hierarchy
+EXTRA_NAME = re.compile(r"(?!zarr\.json$)[A-Za-z][A-Za-z0-9_.-]{0,99}")
+# a name is a folder on disk and a node of a Zarr hierarchy, in which zarr.json is the group's own file
 EXTRA_DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64"),
@@ -117,7 +117,7 @@ def extras_fault(extras: Mapping[str, Extra], length: int, kinds: Mapping[str, l
         return f"extra {odd!r} is not in every context of the sequence (give counts of 0 where there is none)"
     for name, extra in extras.items():
         if not isinstance(name, str) or not EXTRA_NAME.fullmatch(name):
-            return f"extra name {name!r}: use a letter and then letters, digits, '_', '.' or '-', at most 100 in all"
+            return f"extra name {name!r}: use a letter and then letters, digits, '_', '.' or '-', 100 at most, not zarr.json"
         if not isinstance(extra, Extra):
             return f"extra {name!r} is {type(extra).__name__}, not an Extra"
         for what, array in (("counts", extra.counts), ("values", extra.values)):

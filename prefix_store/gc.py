@@ -26,6 +26,7 @@ from prefix_store.versions import (
     manifest_bytes,
     named_segments,
     next_manifest,
+    present_segments,
     read_number,
     remove_version,
     version_key,
@@ -71,7 +72,7 @@ def collect(store: PrefixStore, keep_versions: int | None, min_age_seconds: floa
         raise ValueError(f"min_age_seconds is {min_age_seconds}; give 0 or more")
     storage = store.storage
     while True:
-        present = [name for name in storage.names("segments") if name != "zarr.json"]
+        present = present_segments(storage)
         store._advance()
         base = store._manifest
         try:

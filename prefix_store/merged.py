@@ -366,7 +366,7 @@ def stale_indexes(storage: Storage, lists: Iterable[list[str]]) -> list[str]:
     """Names of index folders that serve none of these lists of segment names (one for each version): `gc` may delete
     them, with `storage.delete_folder(f"index/{name}")`, as it may delete any other."""
     serving = {found.name for names in lists for found in found_indexes(storage, names)}
-    return [name for name in storage.names("index") if name not in serving and name != "zarr.json"]
+    return [name for name in storage.names("index") if name not in serving and name.startswith(("tier-", "whole-"))]
 
 
 def cover(storage: Storage, names: list[str], wholes: bool = True) -> list[Found]:

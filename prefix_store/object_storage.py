@@ -29,6 +29,12 @@ THREADS = 16
 CLIENT_OPTIONS = {"allow_http", "allow_invalid_certificates", "connect_timeout", "default_headers", "proxy_url", "timeout"}
 CLIENT = {"connect_timeout": "5s", "timeout": "120s"}
 RETRY = {"max_retries": 5, "retry_timeout": datetime.timedelta(seconds=30)}
+HINTS = {
+    "s3": "`endpoint`, `region`, `access_key_id`, `secret_access_key` (AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID, …)",
+    "gs": "`service_account_path` or `service_account_key` (GOOGLE_SERVICE_ACCOUNT, GOOGLE_APPLICATION_CREDENTIALS)",
+    "az": "`account_name`, `account_key` or `sas_key`, `endpoint` (AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY, …)",
+}
+# by scheme: what says where a bucket is and who asks, as storage options and in the environment
 SECRET_NAMES = re.compile(r"(?i)(key|secret|token|password|credential|sas)")
 
 
@@ -58,8 +64,11 @@ class ObjectStorage:
         self._secrets = [str(value) for key, value in given.items() if SECRET_NAMES.search(key) and value]
         self._secrets += [value for key, value in os.environ.items() if SECRET_NAMES.search(key) and len(value) > 5]
         self._where = f" at {endpoint}" if endpoint else ""
-        with self._errors():
-            self._store = from_url(self.location, config=given, client_options=client, retry_config=RETRY)
+        try:
+            with self._errors():
+                self._store = from_url(self.location, config=given, client_options=client, retry_config=RETRY)
+        except _NoAnswer as error:  # nobody was asked yet
+            raise StoreError(f"{self.location}: the storage options do not do ({error.reason}); {self._hint()}") from None
         self._cache = BlockCache(CACHE_BYTES)
         self._lock = threading.Lock()
         self._scratch: Scratch | None = None
@@ -190,19 +199,26 @@ class ObjectStorage:
             raise _NotInOneRequest(place) from None
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
             raise StoreError(
-                f"{place}: access refused{self._where} ({self._clean(error)}); check the credentials in the environment "
-                "(for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY) or in storage_options, and what they may do"
+                f"{place}: access refused{self._where} ({self._clean(error)}); check the credentials and what they may do: "
+                f"{self._hint()}"
             ) from None
         except exceptions.UnknownConfigurationKeyError as error:
-            raise StoreError(f"{self.location}: unknown storage option ({self._clean(error)})") from None
+            raise StoreError(f"{self.location}: unknown storage option ({self._clean(error)}); {self._hint()}") from None
         except (exceptions.BaseError, OSError) as error:
             raise self._unreachable(place, error) from None
 
     def _unreachable(self, place: str, error: BaseException) -> StoreError:
-        return StoreError(
-            f"{place}: the object store{self._where} does not answer as it should ({self._clean(error)}); check that it "
-            "runs and can be reached, and the options `endpoint` and `region` or AWS_ENDPOINT_URL and AWS_REGION"
+        reason = self._clean(error)
+        return _NoAnswer(
+            f"{place}: the object store{self._where} does not answer as it should ({reason}); check that it "
+            f"runs and can be reached: {self._hint()}",
+            reason,
         )
+
+    def _hint(self) -> str:
+        scheme = {"s3a": "s3", "gcs": "gs", "azure": "az", "abfs": "az", "abfss": "az", "adl": "az"}
+        name = self.location.split(":", 1)[0]
+        return f"storage options are {HINTS.get(scheme.get(name, name), 'those of obstore')}"
 
     def _clean(self, error: BaseException) -> str:
         text = " ".join(str(error).split("\n\nDebug source", 1)[0].split())
@@ -210,6 +226,14 @@ class ObjectStorage:
         for secret in self._secrets:
             text = text.replace(secret, "***")
         return text
+
+
+class _NoAnswer(StoreError):
+    """Something obstore has no kind of error for; `reason` is what it says, without secrets."""
+
+    def __init__(self, message: str, reason: str):
+        super().__init__(message)
+        self.reason = reason
 
 
 class _NotInOneRequest(Exception):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from prefix_store.building import SegmentBuilder
 from prefix_store.chunked import DamagedData
 from prefix_store.segment import Item, SegmentReader
 from prefix_store.trajectory import InvalidSequence, check_sequence, hash_content
@@ -76,10 +77,10 @@ def quarantine_segments(store: PrefixStore, found: VerifyReport | list[str] | No
             if not problems:
                 sound.append(name)
                 continue
-            items, lost, unknown = salvage(store, entries[name])
+            saved, lost, unknown = salvage(store, entries[name])
             reason = problems[0].message + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
-            row = {"name": name, "reason": reason, "saved": len(items), "lost": lost, "unknown": unknown}
-            parts.append((Staged.of(items, store.storage.scratch()) if items else None, row))
+            row = {"name": name, "reason": reason, "saved": len(saved), "lost": lost, "unknown": unknown}
+            parts.append((Staged.of(saved, store.storage.scratch()) if len(saved) else None, row))
 
         def plan(base: dict[str, Any]) -> Change | None:
             now = {entry["name"] for entry in base["segments"]}
@@ -111,7 +112,7 @@ def quarantine_segments(store: PrefixStore, found: VerifyReport | list[str] | No
     return QuarantineReport(store.version, tuple(row for _, row in parts), tuple(sound) if found is not None else ())
 
 
-def salvage(store: PrefixStore, entry: dict[str, Any]) -> tuple[list[Item], list[str], int]:
+def salvage(store: PrefixStore, entry: dict[str, Any]) -> tuple[SegmentBuilder, list[str], int]:
     """What can be read of a damaged segment: the sound sequences, the ids of the lost ones, and how many more are lost.
 
     A sequence is sound if every chunk of it passes its checksum, it obeys the data model and its content has its id;
@@ -121,8 +122,8 @@ def salvage(store: PrefixStore, entry: dict[str, Any]) -> tuple[list[Item], list
         reader = SegmentReader(store.storage, f"segments/{entry['name']}", checked=False)
     except DamagedData:
         known = ids_without_group(store.storage, entry)
-        return [], known, entry["sequences"] - len(known)
-    items, lost, unknown = [], [], 0
+        return SegmentBuilder(), known, entry["sequences"] - len(known)
+    saved, lost, unknown = SegmentBuilder(), [], 0
     for row in range(entry["sequences"]):
         identity = None
         try:
@@ -135,10 +136,11 @@ def salvage(store: PrefixStore, entry: dict[str, Any]) -> tuple[list[Item], list
             key = bytes.fromhex(hash_content(record, sequence.contexts))
             if identity not in (None, key):
                 raise DamagedData("its content does not have its id")
-            items.append(Item(key, record, sequence))
+            if key not in saved:
+                saved.add(Item(key, record, sequence))
         except (DamagedData, InvalidSequence, ValueError, KeyError, IndexError, TypeError):
             if identity is None:
                 unknown += 1
             else:
                 lost.append(identity.hex())
-    return items, lost, unknown
+    return saved, lost, unknown

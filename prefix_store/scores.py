@@ -35,6 +35,9 @@ STORED = ("outcome.", "metadata.", "extra.")
 NOT_SCORES = ("sequence", "turn", "context", "step", "domain", "source")
 
 
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
 class ScoresError(ValueError):
     """Scores that cannot be read or do not fit; the message names the file and the place."""
 
@@ -84,7 +87,7 @@ class Scores:
         if self._step is None:
             self._step = np.full(len(self.index), -1, dtype=np.int32)
         for name, values in sorted(measured.items()):
-            here = np.isfinite(values)
+            here = np.abs(values) <= FLOAT32_MAX  # NaN is not
             column, where, new = self._column(name), rows[here], np.asarray(values, dtype=np.float64)[here]
             if self.smoothing:
                 old = column[where].astype(np.float64)
@@ -264,7 +267,12 @@ class SuppliedScores:
     columns: Mapping[str, np.ndarray]
 
     def __post_init__(self) -> None:
+        for text in self.sequence:
+            if not isinstance(text, str) or not text.isascii():
+                raise ScoresError(f"scores: {text!r} is no sequence id (64 hexadecimal digits)")
         for name, values in {"turn": self.turn, **self.columns}.items():
+            if np.ndim(values) != 1:
+                raise ScoresError(f"scores: {name!r} has {np.ndim(values)} dimensions; give one number per decision point")
             if len(values) != len(self.sequence):
                 raise ScoresError(f"scores: {len(self.sequence)} sequences and {len(values)} values of {name!r}")
 
@@ -278,12 +286,13 @@ class SuppliedScores:
 
     def put_into(self, scores: Scores) -> dict[str, int]:
         """Supply a table with these. Returns {"points": taken, "unknown": points that the version does not have,
-        "not_finite": values that are no numbers}."""
+        "not_finite": values that are no numbers, or too large for a float32}."""
         rows = find_rows(scores.index, self.sequence, self.turn)
         lost = 0
         for name, values in self.columns.items():
-            there = (rows >= 0) & np.isfinite(values)
-            lost += int((~np.isfinite(values)).sum())
+            finite = np.abs(values) <= FLOAT32_MAX  # NaN is not
+            there = (rows >= 0) & finite
+            lost += int((~finite).sum())
             scores.supply(name, rows[there], values[there])
         return {"points": int((rows >= 0).sum()), "unknown": int((rows < 0).sum()), "not_finite": lost}
 
@@ -301,9 +310,9 @@ def read_scores(path: str | os.PathLike) -> SuppliedScores:
     elif path.suffix in (".json", ".jsonl"):
         try:
             text = path.read_text(encoding="utf-8")
-            data = [json.loads(line) for line in text.splitlines() if line.strip()] if path.suffix == ".jsonl" \
+            data = [json.loads(line) for line in text.split("\n") if line.strip()] if path.suffix == ".jsonl" \
                 else json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ScoresError(f"{path}: not valid JSON ({error})") from error
         columns = data if isinstance(data, dict) else _columns(path, data)
     else:
@@ -316,9 +325,14 @@ def read_scores(path: str | os.PathLike) -> SuppliedScores:
         raise ScoresError(f"{path}: no score beside sequence and turn; add a column of numbers, for example 'score'")
     try:
         found = {name: np.array([np.nan if v is None else v for v in columns[name]], dtype=np.float64) for name in names}
-        turn = np.array(list(columns["turn"]), dtype=np.int64)
-        return SuppliedScores(tuple(columns["sequence"]), turn, found)
-    except (TypeError, ValueError) as error:
+        turn = np.array(list(columns["turn"]), dtype=np.float64)
+        if not (turn == np.floor(turn)).all():
+            raise ScoresError(f"{path}: a turn is no whole number")
+        # float64 says whole numbers exactly up to 2^53, more turns than any trajectory has
+        return SuppliedScores(tuple(columns["sequence"]), np.clip(turn, -1, 2**53).astype(np.int64), found)
+    except ScoresError:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:
         raise ScoresError(f"{path}: {error}") from error
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from prefix_store.index import PointIndex
-from prefix_store.scores import STORED, Scores, SuppliedScores, rows_of, stored_scores
+from prefix_store.scores import FLOAT32_MAX, STORED, Scores, SuppliedScores, rows_of, stored_scores
 from prefix_store.strategies import STRATEGIES, NothingToSelect, Strategy, make_strategy
 from prefix_store.trajectory import SOURCE_KINDS, DecisionPoint
 
@@ -302,9 +302,10 @@ class Selector:
         if candidates.weights is None or candidates.moment != moment:
             arguments = (self.index, candidates.rows, step) + ((self.scores,) if self.reads else ())
             weights = np.asarray(self.strategy(*arguments), dtype=np.float64)
-            if weights.shape != candidates.rows.shape or not np.isfinite(weights).all() or (weights < 0).any():
+            if weights.shape != candidates.rows.shape or not np.isfinite(weights.sum()) or (weights < 0).any():
                 raise ValueError(
-                    f"strategy {self.options.strategy!r} must give {len(candidates.rows)} finite weights of at least 0"
+                    f"strategy {self.options.strategy!r} must give {len(candidates.rows)} finite weights of at least 0, with "
+                    "a finite sum"
                 )
             if not weights.any():
                 raise NothingToSelect(f"strategy {self.options.strategy!r} gives every point of {domain!r} weight 0")
@@ -416,7 +417,7 @@ class Selector:
             columns = {key: np.array([value.get(key, np.nan) for value in values], dtype=np.float64) for key in names}
             there = sum(len(value) for value in values)
             found = {"points": len(points),
-                     "not_finite": there - sum(int(np.isfinite(column).sum()) for column in columns.values())}
+                     "not_finite": there - sum(int((np.abs(column) <= FLOAT32_MAX).sum()) for column in columns.values())}
             self.scores.record(int(step), rows, columns)
         for earlier in sorted(s for s in self._pending if s <= int(step)):
             self._trained.add(self._pending.pop(earlier))

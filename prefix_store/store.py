@@ -9,6 +9,7 @@ layout is described in docs/prefix_store.md.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import pathlib
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prefix_store.chunked import DamagedData
-from prefix_store.disk import FULL, StoreError
+from prefix_store.disk import FORBIDDEN, FULL, StoreError
 from prefix_store.merged import maintain
 from prefix_store.reading import StoreReader
 from prefix_store.segment import LAYOUT
@@ -212,12 +213,17 @@ class PrefixStore(StoreReader):
 
     @contextlib.contextmanager
     def _write_errors(self) -> Iterator[None]:
-        """Turn a full disk into a StoreError that says what to do; nothing is published half."""
+        """Turn a full disk, or one that may not be written, into a StoreError that says so; nothing is published half."""
         try:
             yield
         except DamagedData as error:
             raise self._with_remedy(error) from error
         except OSError as error:
+            if error.errno in FORBIDDEN:
+                raise StoreError(
+                    f"{self.path} cannot be written: {error.strerror}: {error.filename}; nothing was committed and the store "
+                    "is as before. Open it with mode 'r' to read it"
+                ) from error
             if error.errno not in FULL:
                 raise
             kept = " and commit again: what was appended is still in memory" if self.pending else ""
@@ -364,7 +370,7 @@ def _make(storage: Storage, mode: str, there: bool) -> None:
         storage.create("segments/zarr.json", group)
         made = storage.create("zarr.json", json.dumps(_MARKER, indent=1).encode())
     except OSError as error:
-        if isinstance(storage, LocalStorage) and error.errno not in FULL:
+        if isinstance(storage, LocalStorage) and error.errno not in FULL | FORBIDDEN | {errno.EEXIST}:
             raise
         raise StoreError(f"no store can be made at {storage.location}: {error.strerror or error}") from error
     finally:

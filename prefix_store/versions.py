@@ -17,11 +17,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from prefix_store.chunked import DamagedData
-from prefix_store.segment import LAYOUT
+from prefix_store.segment import LAYOUT, NAME_DIGITS
 from prefix_store.storage import Storage
 from prefix_store.trajectory import canonical_json
 
 _VERSION_FILE = re.compile(r"v(\d{6,})\.json")
+_SEGMENT_NAME = re.compile(rf"[0-9a-f]{{{NAME_DIGITS}}}")
 _EMPTY = {"version": "", "number": 0, "message": "", "committed_at": "", "segments": []}
 
 
@@ -98,8 +99,14 @@ def newest_after(storage: Storage, manifest: dict[str, Any]) -> dict[str, Any]:
 
 def read_number(storage: Storage, number: int) -> dict[str, Any]:
     """The manifest with this number. Raises FileNotFoundError where it was not given yet, VersionRemoved where gc removed
-    the version, DamagedData where the file fails its checksum."""
-    data = storage.read(version_key(number))
+    the version, DamagedData where the file fails its checksum or cannot be read."""
+    try:
+        data = storage.read(version_key(number))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        reason = error.strerror or error
+        raise DamagedData(f"{storage.location}: {version_key(number)} cannot be read: {reason}") from error
     try:
         manifest = json.loads(data)
         removed_by = manifest.get("removed_by")
@@ -221,13 +228,18 @@ def named_segments(storage: Storage, newest: dict[str, Any], oldest: int) -> set
     return named
 
 
+def present_segments(storage: Storage) -> list[str]:
+    """Names of all published segments. What else somebody has put beside them is no business of the store's."""
+    return [name for name in storage.names("segments") if _SEGMENT_NAME.fullmatch(name)]
+
+
 def unreferenced(storage: Storage) -> list[str]:
     """Names of published segments that no version names. Raises DamagedData if a version cannot be read."""
     while True:
-        present = storage.names("segments")  # before the versions are read: what is published now may be named then
+        present = present_segments(storage)  # before the versions are read: what is published now may be named then
         newest = newest_version(storage)
         try:
             named = named_segments(storage, newest, newest.get("oldest", 1))
         except VersionRemoved:  # by a gc just now
             continue
-        return [name for name in present if name not in named and name != "zarr.json"]
+        return [name for name in present if name not in named]

@@ -11,8 +11,9 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from prefix_store.building import Entry, SegmentBuilder, prepare
 from prefix_store.index import KnownIds
-from prefix_store.segment import NAME_DIGITS, Entry, Item, Packer, SegmentReader, encode_segment, prepare, write_segment
+from prefix_store.segment import NAME_DIGITS, SegmentReader
 from prefix_store.trajectory import Sequence
 from prefix_store.versions import manifest_bytes, next_manifest, version_key
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from prefix_store.store import PrefixStore
 
 SPILL_TOKENS = 8_000_000
-# about 100 MB of buffered arrays; beyond that an append writes its buffer aside, still unpublished
+# about 25 MB of packed tokens, or 100 MB of extras; beyond that an append writes its buffer aside, still unpublished
 
 
 @dataclasses.dataclass
@@ -44,15 +45,14 @@ class Staged:
     offered: bool = False
 
     @classmethod
-    def of(cls, items: list[Item], aside: pathlib.Path | None = None, packer: Packer | None = None) -> Staged:
-        """The items as a segment: in memory, or with `aside` written into a folder in it. See `encode_segment`."""
-        ids = [item.id for item in items]
+    def of(cls, building: SegmentBuilder, aside: pathlib.Path | None = None) -> Staged:
+        """What is in the builder as a segment: in memory, or with `aside` written into a folder in it."""
         if aside is None:
-            entry, files = encode_segment(items, packer)
-            return cls(entry, files, ids)
-        folder, entry = write_segment(aside, items, packer)
+            entry, files = building.encode()
+            return cls(entry, files, building.ids)
+        folder, entry = building.write(aside)
         files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
-        return cls(entry, files, ids, folder)
+        return cls(entry, files, building.ids, folder)
 
     @property
     def bytes(self) -> int:
@@ -173,9 +173,7 @@ class Writer:
 
     def __init__(self, store: PrefixStore):
         self.store = store
-        self.buffer: dict[bytes, Item] = {}
-        self.buffered_tokens = 0
-        self.packer = Packer()
+        self.buffer = SegmentBuilder()
         self.staged: list[Staged] = []
         self.staged_ids: set[bytes] = set()
         self._committed: KnownIds | None = None
@@ -186,16 +184,14 @@ class Writer:
         if key in self.buffer or key in self.staged_ids or key in self.committed():
             self.store.duplicates += 1
             return identity
-        self.buffer[key] = item
-        self.packer.add(item)
-        self.buffered_tokens += item.weight
-        if self.buffered_tokens >= SPILL_TOKENS:
+        self.buffer.add(item)
+        if self.buffer.weight >= SPILL_TOKENS:
             self._stage(self.store.storage.scratch())
         return identity
 
     def commit(self, message: str) -> bool:
         """Make a version of what was appended; whether there was something to make it of. `clear` comes after it."""
-        if self.buffer:
+        if len(self.buffer):
             self._stage(None)
 
         def plan(base: dict[str, Any]) -> Change | None:
@@ -210,16 +206,10 @@ class Writer:
 
     def clear(self) -> None:
         """Forget what was appended and remove what was written for it."""
-        self._empty()
+        self.buffer = SegmentBuilder()
         self.staged.clear()
         self.staged_ids.clear()
         self.store.storage.close()
-
-    def _empty(self) -> None:
-        self.buffer.clear()
-        self.buffered_tokens = 0
-        self.packer.close()
-        self.packer = Packer()
 
     @property
     def pending(self) -> int:
@@ -227,10 +217,10 @@ class Writer:
 
     def _stage(self, aside: pathlib.Path | None) -> None:
         """Turn the buffer into a segment."""
-        staged = Staged.of(list(self.buffer.values()), aside, self.packer)
+        staged = Staged.of(self.buffer, aside)
         self.staged.append(staged)
-        self.staged_ids.update(self.buffer)
-        self._empty()
+        self.staged_ids.update(staged.ids)
+        self.buffer = SegmentBuilder()
 
     def _drop_committed(self, base: dict[str, Any]) -> None:
         """Take out of the staged segments what another writer has committed since it was appended."""
@@ -245,8 +235,10 @@ class Writer:
                 continue
             self.store.duplicates += len(staged.ids) - len(fresh)
             if fresh:
-                reader = staged.reader()
-                kept.append(Staged.of([reader.item(row) for row in fresh], staged.folder and self.store.storage.scratch()))
+                reader, building = staged.reader(), SegmentBuilder()
+                for row in fresh:
+                    building.add(reader.item(row))
+                kept.append(Staged.of(building, staged.folder and self.store.storage.scratch()))
             staged.discard(self.store)
         self.staged = kept
         self.staged_ids = {key for staged in kept for key in staged.ids}

@@ -134,6 +134,7 @@ class ImportResult:
     refused     reason → where the rows stand that were not taken
     examples    reason → what was wrong with the first such row
     skipped     files of a folder that are no trajectories → why
+    unlisted    domains for which the limits by domain have none → the limit that their rows were held to (the largest)
     """
 
     path: str
@@ -146,6 +147,7 @@ class ImportResult:
     refused: dict[str, list[Where]] = dataclasses.field(default_factory=dict)
     examples: dict[str, str] = dataclasses.field(default_factory=dict)
     skipped: dict[str, str] = dataclasses.field(default_factory=dict)
+    unlisted: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -169,6 +171,9 @@ class ImportResult:
         parts += [f"  skipped {name}: {why}" for name, why in list(self.skipped.items())[:5]]
         if len(self.skipped) > 5:
             parts.append(f"  and {len(self.skipped) - 5} more files skipped")
+        for domain, limit in self.unlisted.items():
+            parts.append(f"  warning: no token limit is known for the domain {domain!r}; its rows were held to {limit} "
+                         "tokens, the largest limit of the others")
         return "\n".join(parts)
 
 
@@ -177,7 +182,8 @@ def _place(where: Where) -> str:
 
 
 def field(row: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
-    """row[name], which must be of `kind`; `default` where it is missing. Raises RowRefused naming the field."""
+    """row[name], which must be of `kind` and, where it is text, Unicode; `default` where it is missing. Raises RowRefused
+    naming the field."""
     if name not in row or row[name] is None:
         if default is ...:
             raise RowRefused("missing field", f"field {name!r} is missing")
@@ -185,6 +191,11 @@ def field(row: Mapping[str, Any], name: str, kind: type | tuple[type, ...], defa
     value = row[name]
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise RowRefused("wrong field", f"field {name!r} is a {type(value).__name__}")
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            raise RowRefused("text is not Unicode", f"field {name!r} holds half a surrogate pair") from None
     return value
 
 

@@ -13,6 +13,7 @@ import io
 import json
 import os
 import pathlib
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
@@ -63,7 +64,7 @@ def read_rows(path: pathlib.Path, progress: Callable[[int], None] | None = None)
             told = _Told(raw, progress)
             with contextlib.closing(_unpacked(path, told)) as file:
                 yield from _json_rows(io.BufferedReader(file, CHUNK) if isinstance(file, io.RawIOBase) else file)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
             raise
         raise ImportFailed(f"{path} cannot be read: {error}") from error
@@ -131,7 +132,7 @@ def _parquet_rows(path: pathlib.Path, progress: Callable[[int], None] | None) ->
                     yield Row(number, without_none(value))
                 if progress:
                     progress(size * number // total)
-    except (arrow.ArrowException, OSError) as error:
+    except (arrow.ArrowException, OSError, ValueError, OverflowError) as error:  # ValueError: text that is not UTF-8
         if isinstance(error, FileNotFoundError | PermissionError):
             raise
         raise ImportFailed(f"{path} is not a Parquet file that can be read: {error}") from error
@@ -162,7 +163,7 @@ def _json_rows(file: Any) -> Iterator[Row]:
         yield from _array_rows(rest)
         return
     first, closed = _first_line(rest)
-    if _parse(first)[1] == "" or closed is None or not _one_object(rest):
+    if _parse(first)[1] == "" or closed is None or not _one_object(rest, first):
         yield from _line_rows(rest)
     else:
         yield from _object_rows(rest)
@@ -198,13 +199,13 @@ def _first_line(rest: _Joined) -> tuple[bytes, int | None]:
             return rest.head[skip:], None
 
 
-def _one_object(rest: _Joined) -> bool:
-    """Whether the file begins with a JSON value over several lines; reads it ahead."""
+def _one_object(rest: _Joined, first: bytes) -> bool:
+    """Whether the file begins with a JSON value that goes on behind its first line; reads it ahead."""
+    line = len(first.decode("utf-8", errors="replace"))
     while True:
         text = codecs.getincrementaldecoder("utf-8")(errors="replace").decode(rest.head).lstrip(_SPACE)
         try:
-            _DECODER.raw_decode(text)
-            return True
+            return _DECODER.raw_decode(text)[1] > line
         except RecursionError:
             return False
         except ValueError as error:
@@ -257,10 +258,11 @@ def _object_rows(rest: _Joined) -> Iterator[Row]:
 
 
 def _array_rows(rest: _Joined) -> Iterator[Row]:
-    """Elements of a JSON array as they are read. An array of messages is one row by itself: a trajectory saved as its
-    list of messages. After an element that is not JSON nothing can be told apart any more: one row says so."""
+    """Elements of a JSON array as they are read, and of further arrays behind it. An array of messages is one row by itself:
+    a trajectory saved as its list of messages. After what is not JSON nothing can be told apart any more: one row says so."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="strict")
-    text, at, number, ended = "", 0, 0, False
+    text, at, number, ended, error = "", 0, 0, False, ""
+    inside, begun = False, False  # in an array; has it an element
     messages: list[Any] | None = None
 
     def more() -> bool:
@@ -271,19 +273,27 @@ def _array_rows(rest: _Joined) -> Iterator[Row]:
         return not ended
 
     try:
-        more()
-        at = len(text) - len(text.lstrip(_SPACE)) + 1
         while True:
-            while text[at : at + 1] in _BETWEEN:
+            while text[at : at + 1] and text[at] in (_BETWEEN if inside else _SPACE):
                 at += 1
             if at == len(text):
                 if more():
                     continue
-                error = "the array has no end"
+                error = "the array has no end" if inside else ""
                 break
+            if not inside:
+                if text[at] != "[":
+                    error = "something stands behind the end of the array"
+                    break
+                inside, begun, at = True, False, at + 1
+                continue
             if text[at] == "]":
-                error = ""
-                break
+                inside, at = False, at + 1
+                if messages is not None:
+                    number += 1
+                    yield Row(number, {"messages": messages})
+                    messages = None
+                continue
             try:
                 value, end = _DECODER.raw_decode(text, at)
                 length = end - at
@@ -298,19 +308,20 @@ def _array_rows(rest: _Joined) -> Iterator[Row]:
                 error = str(failure)
                 break
             at += length  # `more` moves what is left to the front, so `end` no longer holds
-            number += 1
-            if number == 1 and _is_message(value):
+            if not begun and _is_message(value):
                 messages = []
+            begun = True
             if messages is None:
+                number += 1
                 yield Row(number, value)
             else:
                 messages.append(value)
     except UnicodeDecodeError as failure:
         error = str(failure)
     if messages is not None:
-        yield Row(1, {"messages": messages}, error)
+        yield Row(number + 1, {"messages": messages}, error)
     elif error:
-        yield Row(number + 1, None, f"{error}; what follows in the array cannot be read")
+        yield Row(number + 1, None, f"{error}; what follows cannot be read")
 
 
 def _is_message(value: Any) -> bool:

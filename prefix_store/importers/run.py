@@ -7,7 +7,7 @@ import itertools
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from prefix_store.importers.base import (
@@ -146,6 +146,9 @@ def _import_rows(rows: Iterator[Row], form: Format, file: pathlib.Path, place: s
                 result.refuse("unreadable row", where, str(error))
                 continue
             sink(piece)
+            limits = options.max_context_tokens
+            if isinstance(limits, Mapping) and limits and piece.domain not in limits:
+                result.unlisted[piece.domain] = options.limit(piece.domain)
             result.taken += 1
             result.turns += piece.turns
             result.tokens += sum(len(c.tokens) - c.fork for c in piece.contexts)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import io
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
-from mopd import cli
+from mopd import cli, show
+from mopd.config import load_config
 from mopd.sampling.demo_tokenizer import train_tokenizer
 from prefix_store import PrefixStore
 from prefix_store.trajectory import example_sequence
@@ -126,10 +129,36 @@ def test_a_domain_that_the_configuration_lacks_is_refused(run, model, tmp_path):
     assert code == 2 and "--domain nowhere: the config has the domains" in err and not (tmp_path / "s").exists()
 
 
+def test_rows_of_a_domain_without_a_limit_are_named_with_the_limit_they_had(run, model, tmp_path):
+    chat = [{"role": "user", "content": "Where is the key?"}, {"role": "assistant", "content": "In the drawer."}]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"messages": chat, "domain": name}) + "\n" for name in ("game", "elsewhere")))
+    code, out, _ = run("import", cli.DEMO, "--file", rows, "--store", tmp_path / "s", "--model", model)
+    limit = max(part.max_context_tokens for part in load_config(cli.DEMO).domains.values())
+    warnings = [line for line in out.splitlines() if "warning" in line]
+    assert code == 0 and len(warnings) == 1, out
+    assert "'elsewhere'" in warnings[0] and f"held to {limit} tokens" in warnings[0]
+    code, out, _ = run("import", cli.DEMO, "--file", rows, "--store", tmp_path / "t", "--model", model, "--json")
+    assert json.loads(out)["files"][0]["unlisted"] == {"elsewhere": limit}
+
+
+def test_info_is_readable(run, store, tmp_path):
+    out = run("store", "info", store)[1]
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert lines[0] == f"{store}, version v000002 (2 versions)" and lines[1] == "message: examples"
+    with PrefixStore.open(store) as opened:
+        counts = opened.info()["domains"]["science"]["demonstration"]
+    row = f"science demonstration {counts['sequences']} {counts['successes']} {counts['decision_points']}"
+    assert "domain played by sequences solved decision points" in lines and row in lines, out
+    assert "{" not in out and "[" not in out
+    PrefixStore.open(tmp_path / "empty", "a").close()
+    assert "0 sequences" in run("store", "info", tmp_path / "empty")[1]
+
+
 def test_answers_are_on_standard_output(run, store, tmp_path):
     copy = tmp_path / "store"
     shutil.copytree(store, copy)
-    for arguments, words in (["info", "sequences: 14"], ["verify", "14 sequences checked, 0 problems"],
+    for arguments, words in (["info", "14 sequences, "], ["verify", "14 sequences checked, 0 problems"],
                              ["compact", "version v000003"], ["gc", "removed 0 versions"]):
         code, out, err = run("store", arguments, copy)
         assert code == 0 and words in out and err == "", arguments
@@ -218,3 +247,22 @@ def test_compact_gc_and_quarantine(run, store, tmp_path):
     code, out, _ = run("store", "verify", damaged, "--quarantine", "--json")
     assert code == 1 and json.loads(out)["problems"] and json.loads(out)["quarantine"]
     assert run("store", "verify", damaged)[0] == 0, "the version that quarantine made is sound"
+
+
+def test_show_obeys_no_stored_text_and_prints_everywhere(tmp_path, monkeypatch):
+    """Control characters in stored text are spelled out, and what an odd terminal cannot write is a question mark."""
+    sequence = dataclasses.replace(example_sequence(3), task="caf\u00e9 \x1b[2Jgone", domain="\ud800")
+    with PrefixStore.open(tmp_path / "store", "a") as store:
+        identity = store.append(sequence)
+        store.commit()
+        for encoding in ("ascii", "utf-8"):
+            out = io.BytesIO()
+            monkeypatch.setattr("sys.stdout", io.TextIOWrapper(out, encoding=encoding))
+            show.show_sequence(store, identity)
+            show.list_sequences(store)
+            show.show_info(store.info())
+            sys.stdout.flush()
+            text = out.getvalue().decode(encoding)
+            assert "\x1b[2J" not in text and "\\x1b[2Jgone" in text and "decision point 0" in text
+            assert ("caf\u00e9" if encoding == "utf-8" else "caf?") in text
+            monkeypatch.undo()

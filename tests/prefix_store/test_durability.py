@@ -99,7 +99,7 @@ def test_killed_writers_leave_the_store_as_it_was(tmp_path):
 
 KILLED = """
 import os, signal, shutil, sys
-from prefix_store import PrefixStore, disk, segment, storage
+from prefix_store import PrefixStore, building, disk, storage
 from prefix_store.trajectory import example_sequence
 base, work, limit, action = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 
@@ -117,7 +117,7 @@ def child(path, fatal):
         return call
     for name in ("rename", "replace", "link", "mkdir", "unlink", "rmdir"):
         setattr(os, name, lethal(getattr(os, name), False))
-    for module in (disk, segment, storage):
+    for module in (building, disk, storage):
         module.write_file = lethal(module.write_file, True)
     with PrefixStore.open(path, "a") as store:
         if action == "compact":
@@ -231,11 +231,11 @@ def test_leftovers_are_ignored_and_named(tmp_path):
     code += "import prefix_store.writer as s; s.SPILL_TOKENS = 1; store = P.open(sys.argv[1], 'a');"
     code += "store.append(example_sequence(1)); os.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", code, path])
-    shutil.copytree(next(p for p in (path / "segments").iterdir() if p.is_dir()), path / "segments" / "f")
+    shutil.copytree(next(p for p in (path / "segments").iterdir() if p.is_dir()), path / "segments" / ("f" * 32))
     store = PrefixStore.open(path)
     info, report = store.info(), store.verify()
     assert len(info["leftovers"]) == 1 == len(report.leftovers) and info["writers"] == []
-    assert report.ok and report.unreferenced == ("f",) and len(store) == 1
+    assert report.ok and report.unreferenced == ("f" * 32,) and len(store) == 1
 
 
 FULL = """

@@ -218,3 +218,13 @@ def test_a_bad_name_is_refused():
             check_sequence(with_extras(seq, {name: extra}))
     with pytest.raises(ValueError, match="3 values for 2 tokens"):
         Extra.per_token(np.zeros(3), np.array([True, True, False]))
+
+
+def test_a_name_is_no_file_of_the_group(tmp_path):
+    """An extra `zarr.json` would lie where the description of the extras' group lies, and the segment would be lost."""
+    seq = example_sequence(5, turns=2, fork=False)
+    context = seq.contexts[0]
+    extras = {"zarr.json": Extra.per_token(np.zeros(len(context.tokens), np.float32))}
+    with PrefixStore.open(tmp_path / "store", "a") as store:
+        with pytest.raises(InvalidSequence, match="not zarr.json"):
+            store.append(dataclasses.replace(seq, contexts=(dataclasses.replace(context, extras=extras),)))

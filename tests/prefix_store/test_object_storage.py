@@ -256,3 +256,25 @@ def test_credentials_come_from_the_environment(url, options, monkeypatch):
     with PrefixStore.open(url, "a") as store:
         store.append(example_sequence(1))
         assert store.commit() == "v000001" and SECRET not in repr(store.storage) + str(vars(store.storage._store))
+
+
+@pytest.mark.parametrize(
+    ("place", "given", "words"),
+    [
+        ("gs://bucket/x", {"nonsense": "1"}, ["unknown storage option", "nonsense", "service_account_path"]),
+        ("gs://bucket/x", {"service_account_key": f"{{{SECRET}"}, ["storage options do not do", "service_account_key"]),
+        ("gs://bucket/x", {"service_account_path": "/no/such.json"}, ["storage options do not do", "/no/such.json"]),
+        ("az://container/x", {}, ["storage options do not do", "Account must be specified", "`account_name`"]),
+        ("az://container/x", {"nonsense": "1"}, ["unknown storage option", "nonsense", "account_name"]),
+        ("az://container/x", {"account_name": "me", "account_key": f"?{SECRET}"}, ["do not do", "Access Key", "account_key"]),
+        ("ftp://bucket/x", {}, ["not the URL of an object store"]),
+    ],
+)
+def test_options_that_do_not_do_are_said_before_anything_is_asked(place, given, words, monkeypatch):
+    """No server for Google's store was found that can be tested against, so this is all that is tested of it."""
+    for name in [name for name in os.environ if name.startswith(("GOOGLE_", "AZURE_"))]:
+        monkeypatch.delenv(name)
+    with pytest.raises(StoreError) as error:
+        ObjectStorage(place, given)
+    assert all(word in str(error.value) for word in words) and place in str(error.value), str(error.value)
+    assert SECRET not in str(error.value)

@@ -1,8 +1,10 @@
 """What goes into a store comes out again, at every version, and nothing else does."""
 
+import ast
 import dataclasses
 import inspect
 import json
+import pathlib
 import subprocess
 import sys
 
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 
 import prefix_store.selection
 from prefix_store import ForeignFingerprint, PrefixStore, StoreError, StoreExists, StoreNotFound, check_fingerprint
-from prefix_store import segment as segment_module
+from prefix_store import building as building_module
 from prefix_store import writer as writer_module
 from prefix_store.segment import CHUNK_ROWS
 from prefix_store.storage import LocalStorage
@@ -28,6 +30,7 @@ from prefix_store.trajectory import (
     decision_points_of,
     example_sequence,
     prefix_of,
+    sequences_equal,
 )
 
 
@@ -229,6 +232,19 @@ def test_only_continuation_reads_what_was_played(path, monkeypatch):
     assert "continuation" not in inspect.getsource(prefix_store.selection)
 
 
+def test_one_function_of_the_trainer_asks_for_continuations():
+    """Beside the runs that tests/integration/test_prefix_mode.py watches: no other line of mopd or teachers names them."""
+    found = []
+    for folder in ("mopd", "teachers"):
+        for file in sorted((pathlib.Path(__file__).parents[2] / folder).rglob("*.py")):
+            for part in ast.walk(ast.parse(file.read_text())):
+                if isinstance(part, ast.FunctionDef):
+                    names = {getattr(n, "attr", getattr(n, "id", "")) for n in ast.walk(part)}
+                    if names & {"continuation", "continuation_of"}:
+                        found.append((file.name, part.name))
+    assert found == [("fresh_turn.py", "demonstration_rows")]
+
+
 def test_unknown_points_are_refused(path):
     (identity,) = fill(path, [0], turns=2, fork=False)
     store = PrefixStore.open(path)
@@ -356,14 +372,15 @@ def test_all_source_kinds_are_kept_apart(path):
 
 
 def test_an_append_that_was_interrupted_leaves_a_sound_buffer(path, monkeypatch):
-    """A key press between the two halves of an append: what is committed then is whole all the same."""
-    monkeypatch.setattr(segment_module, "PACKED_RUN", 64)
-    for name in segment_module.Packer.COLUMNS:
+    """A key press in the middle of an append: what is committed then is whole all the same."""
+    monkeypatch.setattr(building_module, "PACKED_RUN", 64)
+    for name in building_module.TOKEN_COLUMNS:
         monkeypatch.setitem(CHUNK_ROWS, name, 16)
     with PrefixStore.open(path, "w") as store:
         ids = [store.append(example_sequence(seed)) for seed in range(4)]
         with monkeypatch.context() as patch:
-            patch.setattr(segment_module.Packer, "add", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            # after the tokens of the sequence have been copied, before it is there
+            patch.setattr(building_module, "_Row", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 store.append(example_sequence(9))
         ids += [store.append(example_sequence(seed)) for seed in range(4, 8)]
@@ -373,9 +390,49 @@ def test_an_append_that_was_interrupted_leaves_a_sound_buffer(path, monkeypatch)
     assert all(content_hash(seq) == identity for identity, seq in zip(store.ids(), store, strict=True))
 
 
+def test_chunks_of_another_size_read_the_same(path, monkeypatch):
+    """Each array says how its chunks are cut: a store may hold segments that were written with other sizes."""
+    with PrefixStore.open(path, "w") as store:
+        for rows in (4096, 16384, 512):
+            with monkeypatch.context() as patch:
+                for name in building_module.TOKEN_COLUMNS:
+                    patch.setitem(CHUNK_ROWS, name, rows)
+                for seed in range(rows, rows + 3):
+                    store.append(example_sequence(seed))
+                store.commit()
+    store = PrefixStore.open(path, "a")
+    sequences = [example_sequence(seed) for rows in (4096, 16384, 512) for seed in range(rows, rows + 3)]
+    want = {content_hash(seq): seq for seq in sequences}
+    for _ in range(2):
+        assert store.ids() == sorted(want) and store.verify().ok
+        assert all(sequences_equal(store.sequence(identity), seq) for identity, seq in want.items())
+        store.compact()
+
+
+def test_what_is_appended_is_what_was_checked(path):
+    """An array that changes after the append, and values of another type, never reach the store."""
+    seq = example_sequence(3)
+    tokens = seq.contexts[0].tokens
+    with PrefixStore.open(path, "w") as store:
+        identity = store.append(seq)
+        tokens[:] = 7
+        with pytest.raises(InvalidSequence, match="tokens is int64"):
+            store.append(with_tokens(seq, tokens.astype(np.int64)))
+        with pytest.raises(InvalidSequence, match="tokens is list"):
+            store.append(with_tokens(seq, tokens.tolist()))
+        with pytest.raises(InvalidSequence, match="not made of the data model's types"):
+            store.append(dataclasses.replace(seq, contexts=(None,)))
+        store.commit()
+        assert store.ids() == [identity] and content_hash(store.sequence(identity)) == identity
+
+
+def with_tokens(seq, tokens):
+    return dataclasses.replace(seq, contexts=(dataclasses.replace(seq.contexts[0], tokens=tokens), *seq.contexts[1:]))
+
+
 def test_a_failed_stage_keeps_the_buffer_and_takes_more(path, monkeypatch):
-    monkeypatch.setattr(segment_module, "PACKED_RUN", 64)
-    for name in segment_module.Packer.COLUMNS:
+    monkeypatch.setattr(building_module, "PACKED_RUN", 64)
+    for name in building_module.TOKEN_COLUMNS:
         monkeypatch.setitem(CHUNK_ROWS, name, 16)
     with PrefixStore.open(path, "w") as store:
         ids = [store.append(example_sequence(seed)) for seed in range(5)]

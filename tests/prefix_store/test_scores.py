@@ -157,11 +157,32 @@ def test_scores_of_other_programs(store, index, tmp_path):
     ("a.json", '{"turn": [0]}', "no column 'sequence'; there is turn"),
     ("a.json", '{"sequence": ["x"], "turn": [0], "score": ["high"]}', "a.json: "),
     ("a.json", '{"sequence": ["x", "y"], "turn": [0, 1], "score": [1]}', "2 sequences and 1 values of 'score'"),
+    ("a.json", '{"sequence": ["x"], "turn": [1.5], "score": [1]}', "a turn is no whole number"),
+    ("a.json", '{"sequence": ["x"], "turn": [[1]], "score": [1]}', "'turn' has 2 dimensions"),
+    ("a.json", '{"sequence": ["x"], "turn": [0], "score": [[1, 2]]}', "'score' has 2 dimensions"),
+    ("a.json", '{"sequence": ["x"], "turn": [0], "score": [1%s]}' % ("0" * 400), "too large"),
+    ("a.json", '{"sequence": [5], "turn": [0], "score": [1]}', "5 is no sequence id"),
+    ("a.json", r'{"sequence": ["\ud800"], "turn": [0], "score": [1]}', "is no sequence id"),
+    ("a.json", "[" * 100_000, "a.json: not valid JSON"),
 ])  # fmt: skip
 def test_files_that_are_no_scores(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(ScoresError, match=message):
         read_scores(tmp_path / name)
+
+
+def test_numbers_that_a_table_cannot_hold_are_counted(index, tmp_path):
+    """A turn beyond every trajectory is unknown; a score beyond float32 would make every weight NaN."""
+    point = index.point(0)
+    records = [{"sequence": point.sequence, "turn": point.turn, "score": 1e300},
+               {"sequence": point.sequence, "turn": 10**30, "score": 1.0}]
+    (tmp_path / "a.json").write_text(json.dumps(records))
+    supplied = read_scores(tmp_path / "a.json")
+    selector = Selector(index, SelectionOptions("weighted", {"score": "score"}), supplied=supplied)
+    assert selector.supplied == {"points": 1, "unknown": 1, "not_finite": 1}
+    selector = Selector(index, SelectionOptions("weighted"))
+    assert selector.observe(0, {point: 1e300}) == {"points": 1, "not_finite": 1}
+    assert np.isnan(selector.scores.of("reverse_kl", np.array([0]))).all()
 
 
 def test_stored_numbers_are_scores(store, index):

@@ -237,12 +237,53 @@ def test_broken_json(tmp_path, text, taken, refused):
     assert (result.taken, result.refused) == (taken, {"not JSON": refused})
 
 
+GOOD = b'{"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]}'
+TALK = b'[{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]'
+
+
+@pytest.mark.parametrize("lines, taken, refused", [
+    ([b'{"a": 1}{"b": 2}', GOOD, GOOD], 2, {"not JSON": [1]}),
+    ([GOOD + b" and more", GOOD, GOOD], 2, {"not JSON": [1]}),
+    ([GOOD.replace(b'"u"', b'"\xe9"'), GOOD, GOOD], 2, {"not JSON": [1]}),
+    ([TALK, TALK, TALK], 3, {}),
+    ([b"[" + GOOD + b"]", b"[" + GOOD + b", " + GOOD + b"]"], 3, {}),
+    ([b"[" + GOOD + b"]", GOOD], 1, {"not JSON": [2]}),
+    ([TALK, b"tail"], 1, {"not JSON": [2]}),
+    ([GOOD, GOOD.replace(b"[{", b'[], "task": "\\ud800", "messages": [{')], 1, {"text is not Unicode": [2]}),
+])  # fmt: skip
+def test_no_line_costs_or_hides_another(tmp_path, lines, taken, refused):
+    """A first line that is wrong is one row, and what stands behind an array is taken, or counted."""
+    (tmp_path / "x.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    result = import_file(tmp_path / "x.jsonl", CharacterRenderer(), lambda s: None, "chat", domain="d")
+    assert (result.taken, result.refused) == (taken, refused)
+
+
 def test_damaged_files_say_so(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"messages": []}\n' * 99)[:-12])
     (tmp_path / "b.parquet").write_bytes(b"PAR1 nothing PAR1")
     for name in ("a.jsonl.gz", "b.parquet"):
         with pytest.raises(ImportFailed, match=name):
             import_file(tmp_path / name, CharacterRenderer(), print, "chat")
+
+
+def test_flipped_bits_in_packed_files_say_so(tmp_path):
+    """Whatever byte of a packed file is wrong: it is read, or it is named, without a traceback."""
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [json.loads(GOOD.replace(b'"u"', b'"%d"' % n)) for n in range(30)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", compression="none")
+    for name, data in (("a.jsonl.gz", gzip.compress("\n".join(map(json.dumps, rows)).encode())),
+                       ("a.parquet", (tmp_path / "a.parquet").read_bytes())):
+        failed = 0
+        for at in range(1, len(data), 23):
+            (tmp_path / name).write_bytes(data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :])
+            try:
+                import_file(tmp_path / name, CharacterRenderer(), lambda s: None, "chat", domain="d")
+            except ImportFailed as error:
+                assert name in str(error)
+                failed += 1
+        assert failed
 
 
 def test_auto_recognises_the_format_or_says_what_it_saw(tmp_path):

@@ -85,16 +85,16 @@ def test_compact_leaves_damaged_segments_and_names_them(tmp_path):
 
 
 def test_gc_removes_what_no_version_names(tmp_path):
-    store = grown(tmp_path / "s")
-    (store.path / "segments" / "abandoned").mkdir()
-    (store.path / "segments" / "abandoned" / "file").write_bytes(b"x" * 1000)
+    store, abandoned = grown(tmp_path / "s"), "ab" * 16
+    (store.path / "segments" / abandoned).mkdir()
+    (store.path / "segments" / abandoned / "file").write_bytes(b"x" * 1000)
     report = store.gc()
-    assert report.segments == () and report.young == ("abandoned",) and store.version == "v000004"  # too young
+    assert report.segments == () and report.young == (abandoned,) and store.version == "v000004"  # too young
     report = store.gc(min_age_seconds=0, dry_run=True)
-    assert report.segments == ("abandoned",) and report.bytes >= 1000 and "would remove" in str(report)
-    assert "abandoned" in folders(store) and store.versions()[-1] == "v000004"
+    assert report.segments == (abandoned,) and report.bytes >= 1000 and "would remove" in str(report)
+    assert abandoned in folders(store) and store.versions()[-1] == "v000004"
     report = store.gc(min_age_seconds=0)
-    assert report.segments == ("abandoned",) and report.bytes >= 1000 and "abandoned" not in folders(store)
+    assert report.segments == (abandoned,) and report.bytes >= 1000 and abandoned not in folders(store)
     assert store.version == "v000005" and store.history()[-1]["kind"] == "gc" and len(store) == 8
     assert store.gc(min_age_seconds=0).segments == () and store.version == "v000005"  # nothing to do makes no version
     assert json.dumps(report.to_dict())
@@ -202,9 +202,9 @@ def test_whatever_others_do_in_between(tmp_path, action):
 
 
 def test_quarantine_saves_what_is_sound(tmp_path, monkeypatch):
-    monkeypatch.setattr("prefix_store.segment.TOKEN_ROWS", 64)
+    monkeypatch.setattr("prefix_store.building.TOKEN_ROWS", 64)
     monkeypatch.setattr(
-        "prefix_store.segment.CHUNK_ROWS",
+        "prefix_store.building.CHUNK_ROWS",
         dict.fromkeys(
             (
                 "tokens",
@@ -287,3 +287,80 @@ def test_a_scratch_folder_whose_maker_died_before_locking_it_is_a_leftover(tmp_p
         info = store.info()
         assert [name.split(".")[-2] for name in info["leftovers"]] == [str(gone.pid)]
         assert [name.split(".")[-2] for name in info["writers"]] == [str(os.getpid())]
+
+
+def test_files_of_others_are_left_alone(tmp_path):
+    """What a file browser or a person puts into a store's folders neither stops gc nor is removed by it."""
+    path, fresh = tmp_path / "store", example_sequence(0)
+    with PrefixStore.open(path, "a") as store:
+        store.append(fresh)
+        store.commit()
+        store.index()
+    strange = [path / folder / name for folder in ("segments", "index", "versions") for name in (".DS_Store", "notes")]
+    for place in strange:
+        place.parent.mkdir(exist_ok=True)
+        place.mkdir() if place.name == "notes" else place.write_text("x")
+    with PrefixStore.open(path, "a") as store:
+        report = store.gc(min_age_seconds=0)
+        assert report.segments == () and store.info()["unreferenced"] == [] and store.verify().ok
+        assert store.compact() and store.sequence(store.ids()[0]).task == fresh.task
+    assert all(place.exists() for place in strange)
+
+
+def test_what_cannot_be_read_or_made_is_named(tmp_path):
+    with PrefixStore.open(tmp_path / "store", "a") as store:
+        store.commit()
+    newest = tmp_path / "store" / "versions" / "v000001.json"
+    newest.unlink()
+    newest.mkdir()
+    with pytest.raises(DamagedData, match="v000001.json cannot be read: Is a directory"):
+        PrefixStore.open(tmp_path / "store")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(StoreError, match="no store can be made at .*link: File exists"):
+        PrefixStore.open(tmp_path / "link", "a")
+
+
+FORBIDDEN = """
+import os, sys, tempfile
+from prefix_store import PrefixStore, StoreError
+from prefix_store.trajectory import example_sequence
+fresh = example_sequence(9)
+with tempfile.TemporaryDirectory() as folder, PrefixStore.open(folder, "a") as store:
+    for seed in range(2):  # what is imported late is imported before the rights are gone
+        store.append(example_sequence(seed))
+        store.commit()
+    assert store.compact() and store.verify().ok
+os.chdir(sys.argv[1])  # the way here may be closed to others
+if os.geteuid() == 0:
+    os.setuid(65534)
+reader = PrefixStore.open("store")
+assert len(reader) == 2 and len(reader.prefix(reader.decision_points()[0])) and reader.verify().ok and reader.info()
+writer = PrefixStore.open("store", "a")
+writer.append(fresh)
+for what in (writer.commit, writer.compact, lambda: PrefixStore.open("new", "a")):
+    try:
+        what()
+        raise SystemExit("it was written")
+    except StoreError as error:
+        print(error)
+"""
+
+
+def test_a_folder_that_may_only_be_read(tmp_path):
+    """Reading needs no right to write; writing says what it may not, and where."""
+    with PrefixStore.open(tmp_path / "store", "a") as store:
+        for seed in range(2):
+            store.append(example_sequence(seed))
+            store.commit()
+    places = [tmp_path, *(tmp_path / "store").rglob("*"), tmp_path / "store"]
+    for place in places:
+        place.chmod(0o555 if place.is_dir() else 0o444)
+    try:
+        done = subprocess.run([sys.executable, "-c", FORBIDDEN, tmp_path], capture_output=True, text=True)
+    finally:
+        for place in places:
+            place.chmod(0o755)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3 and all("cannot be written: Permission denied: store" in line for line in lines[:2])
+    assert lines[2] == "no store can be made at new: Permission denied"
