@@ -352,6 +352,16 @@ class Composer:
         self.carry = [0.0] * len(self.domains)
         self.stream_carry = {d: [0.0] * len(s) for d, s in self.streams.items()}
 
+    def set_streams(self, streams: Mapping[str, Mapping[str, float]]) -> None:
+        """From the next step on domain d's groups are shared among its streams as streams[d] says; a domain that is left
+        out keeps its shares. The streams must be those that the composer was made with, in any order; a share may be 0."""
+        for domain, shares in streams.items():
+            if domain not in self.streams or set(shares) != set(self.streams[domain]):
+                raise ValueError(f"stream shares of domain {domain!r} must name {', '.join(self.streams.get(domain, ()))}, "
+                                 f"got {', '.join(shares)}")
+            own = _stream_shares(domain, shares)
+            self.streams[domain] = {stream: own[stream] for stream in self.streams[domain]}
+
     def next(self, shares: Mapping[str, float]) -> StepPlan:
         """The plan of the next step under domain shares (normalised here; every domain must have one)."""
         missing = [d for d in self.domains if d not in shares]
@@ -379,6 +389,7 @@ class Composer:
             "step": self.step,
             "carry": list(self.carry),
             "stream_carry": {d: list(c) for d, c in self.stream_carry.items()},
+            "streams": {d: dict(s) for d, s in self.streams.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -388,6 +399,11 @@ class Composer:
             )
         self.step, self.carry = int(state["step"]), [float(x) for x in state["carry"]]
         self.stream_carry = {d: [float(x) for x in state["stream_carry"][d]] for d in self.domains}
+        for domain, shares in state.get("streams", {}).items():  # what set_streams moved, to the last bit
+            if set(shares) != set(self.streams[domain]):
+                raise ValueError(f"the saved plan of domain {domain!r} is for streams {sorted(shares)}, this run has "
+                                 f"{sorted(self.streams[domain])}")
+            self.streams[domain] = {stream: float(shares[stream]) for stream in self.streams[domain]}
 
 
 def compose(
