@@ -20,6 +20,9 @@ class TeacherScorer(Protocol):
 
     def __call__(self, batch: MicroBatch, *, need: str = "full", temperature: float = 1.0) -> Scores: ...
 
+    def rest(self) -> None:
+        """The step's scoring is over; device memory may be given back until the next call."""
+
     def check_unchanged(self) -> None:
         """Raise RuntimeError where the teacher's weights are not what they were when it was loaded."""
 

@@ -10,6 +10,7 @@ from mopd.learner.packing import MicroBatch
 from mopd.learner.scores import Scores
 from mopd.losses.chunked import chunk_rows
 from mopd.losses.mixture import KINDS, MixtureHead, mixture_logits, mixture_logprob
+from mopd.losses.objectives import label_logprob
 from teachers.scoring.base import TeacherScorer
 
 
@@ -21,8 +22,10 @@ class MixtureScorer:
     kind      "probability" (Σ w_i π_i) or "log_space" (Π π_i^w_i / Z)
 
     A token that one member has no score for has none in the mixture: without it the weights would mean something else. It
-    is counted once, under the first such member. Raises ValueError for a kind, weights or members that do not fit: a
-    mixture in log space of teachers that give the sampled token's score alone cannot be had exactly.
+    is counted once, under the first such member. Where the micro-batch has candidates, the mixture is renormalised over
+    them (a mixture of renormalised teachers would be another distribution), which needs every member's whole
+    distribution. Raises ValueError for a kind, weights or members that do not fit: a mixture in log space of teachers
+    that give the sampled token's score alone cannot be had exactly.
     """
 
     def __init__(self, members: Sequence[TeacherScorer], weights: Sequence[float], kind: str = "probability"):
@@ -38,7 +41,7 @@ class MixtureScorer:
             lacking = ", ".join(m.teacher for m in self.members if "full" not in m.gives)
             raise ValueError(f"the mixture in log space needs whole distributions, and {lacking} gives the sampled token's "
                              "score only; take the mixture 'probability', or teachers in this process")
-        if len({getattr(m, "ids", None) for m in self.members}) > 1:
+        if whole and len({getattr(m, "ids", None) for m in self.members}) > 1:
             sizes = ", ".join(f"{m.teacher} {getattr(m, 'ids', None)}" for m in self.members)
             raise ValueError(f"the teachers of a mixture score different numbers of ids ({sizes}); their softmaxes would not "
                              "be over the same ids")
@@ -47,15 +50,19 @@ class MixtureScorer:
 
     @torch.no_grad()
     def __call__(self, batch: MicroBatch, *, need: str = "full", temperature: float = 1.0) -> Scores:
-        """See `mopd.learner.scores.Scorer`. With "sampled" the mixture in log space reads whole distributions all the same,
-        a chunk of tokens at a time where the teachers can say them by hidden states."""
+        """See `mopd.learner.scores.Scorer`. With "sampled" the mixture in log space, and every mixture over candidates, reads
+        whole distributions all the same, a chunk of tokens at a time where the teachers can say them by hidden states.
+        Raises ValueError for candidates where a member gives the sampled token's score only."""
         if need not in ("full", "sampled", "hidden"):
             raise ValueError(f"need must be 'full', 'sampled' or 'hidden', got {need!r}")
         ask = need
         if need == "hidden" and "hidden" not in self.gives:
             ask = "full"
-        elif need == "sampled" and self.kind == "log_space":
+        elif need == "sampled" and (self.kind == "log_space" or batch.candidates is not None):
             ask = "hidden" if "hidden" in self.gives else "full"
+        if batch.candidates is not None and ask not in self.gives:
+            raise ValueError(f"the mixture {self.teacher} cannot be renormalised over candidate sets (train.top_p, "
+                             "train.top_k): it needs whole distributions, and a member gives the sampled token's score only")
         found = [member(batch, need=ask, temperature=temperature) for member in self.members]
         scores = self._mixed(found, ask, need, batch, temperature)
         taken = torch.zeros(batch.loss_tokens, dtype=torch.bool, device=batch.label.device)
@@ -75,17 +82,25 @@ class MixtureScorer:
             if need == "hidden":
                 return Scores(self.teacher, None, hidden=hidden, head=head)
             head, step = head.to(hidden.device), chunk_rows(self._width(found))
-            logprob = [_label(head.logits(hidden[i:i + step]), batch.label[i:i + step], temperature)
-                       for i in range(0, max(len(hidden), 1), step)]
-            return Scores(self.teacher, torch.cat(logprob))
+            parts = [slice(i, i + step) for i in range(0, max(len(hidden), 1), step)]
+            logprob = [_label(head.logits(hidden[rows]), batch.chosen(rows), temperature) for rows in parts]
+            return Scores(self.teacher, torch.cat(logprob), over_candidates=True)
         if ask == "sampled":
-            return Scores(self.teacher, mixture_logprob([part.logprob for part in found], self.weights))
+            # Without candidates every member's score is over all ids, and so is this one.
+            return Scores(self.teacher, mixture_logprob([part.logprob for part in found], self.weights),
+                          over_candidates=batch.candidates is None)
         logits = mixture_logits([part.logits for part in found], self.weights, self.kind, temperature)
-        return Scores(self.teacher, _label(logits, batch.label, temperature), None if need == "sampled" else logits)
+        return Scores(self.teacher, _label(logits, batch, temperature), None if need == "sampled" else logits,
+                      over_candidates=True)
 
     @staticmethod
     def _width(found: list[Scores]) -> int:
         return sum(len(part.head.weight) for part in found)
+
+    def rest(self) -> None:
+        """The step's scoring is over."""
+        for member in self.members:
+            member.rest()
 
     def check_unchanged(self) -> None:
         """Raise RuntimeError where a member's weights are not what they were when it was loaded."""
@@ -96,6 +111,8 @@ class MixtureScorer:
         """The members are their owner's."""
 
 
-def _label(logits: torch.Tensor, label: torch.Tensor, temperature: float) -> torch.Tensor:
-    """log softmax(logits / temperature) of the labels, [n]; NaN where the row is."""
-    return torch.log_softmax(logits / temperature, dim=-1).gather(1, label[:, None])[:, 0]
+def _label(logits: torch.Tensor, batch: MicroBatch, temperature: float) -> torch.Tensor:
+    """log softmax(logits[n, V] / temperature) of the labels of n loss tokens, over their candidates, [n]; NaN where the row
+    is."""
+    candidates = None if batch.candidates is None else batch.candidates.below(logits.shape[-1])
+    return label_logprob(logits, batch.label, temperature, candidates)

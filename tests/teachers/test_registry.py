@@ -100,8 +100,10 @@ def test_compare_tokenizers():
         (FakeTokenizer(["<end>", "b", "a"]), "id 1 is 'b' there and 'a' here"),
         (FakeTokenizer(["<end>", "a"]), "id 2 is missing there and 'b' here"),
         (FakeTokenizer(["<end>", "a", "b", "c"]), "id 3 is 'c' there and missing here"),
-        (FakeTokenizer(["<end>", "a", "b"], eos_token_id=2), "eos_token_id is 2, the student's is 0"),
-        (FakeTokenizer(["<end>", "a", "b"], special=(0, 2)), "id 2 .'b'. is a special token only for"),
+        (FakeTokenizer(["<end>", "a", "b", "<unused_1>", "c"]), "id 4 is 'c' there and missing here"),
+        (FakeTokenizer(["<end>", "<unused_1>", "b"]), "id 1 is '<unused_1>' there and 'a' here"),
     ]:
         with pytest.raises(TokenizerMismatch, match=words):
             compare_tokenizers(ours, other, teacher_id="t")
+    more = FakeTokenizer(["<end>", "a", "b", "<unused_1>", "<|reserved_special_token_2|>"])
+    assert compare_tokenizers(ours, more, teacher_id="t") == compare_tokenizers(more, ours, teacher_id="t") == 3

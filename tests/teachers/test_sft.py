@@ -18,7 +18,8 @@ from prefix_store import PrefixStore
 from prefix_store.disk import StoreError
 from prefix_store.trajectory import Context, Outcome, Segment, Sequence, Source
 from teachers.collect import collect_domain
-from teachers.sft import NoDemonstrations, demonstration_rows, run_sft
+from teachers.demonstrations import NoDemonstrations, read_demonstrations
+from teachers.sft import run_sft
 
 PLAYS = [("you see a door", "open the door"), ("you see a key", "take the red key"), ("look", "go north")]
 
@@ -81,9 +82,8 @@ def config(tmp_path, make_folder, tokenizer):
     )
 
 
-def test_a_teacher_learns_its_demonstrations(config, tmp_path, capsys):
-    with PrefixStore.open(config.store) as store:
-        rows = demonstration_rows(store, "game")
+def test_a_teacher_learns_its_demonstrations(config, tmp_path, capsys, tokenizer):
+    rows = read_demonstrations(config, config.sft, ["game"], ChatRenderer(tokenizer)).rows
     assert len(rows) == 12, "only demonstrations count, not what a teacher played"
     out = tmp_path / "teacher"
     result = run_sft(config, ["game"], out)
