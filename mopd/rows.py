@@ -26,6 +26,8 @@ class Action:
     turn               turn number inside the sequence (the decision point's depth in prefix mode)
     sequence, group    integers, unique within a step: see `sequence` and `group` in the method's terms
     outcome_advantage  Â_outcome of its sequence (0 where α = 0)
+    candidates         per token the ids over which µ was renormalised (top-k, top-p), an integer array with the token
+                       among them; None where nothing was cut off, and None for all of it where that holds throughout
     """
 
     at: int
@@ -37,6 +39,7 @@ class Action:
     sequence: int
     group: int
     outcome_advantage: float = 0.0
+    candidates: tuple[np.ndarray | None, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mopd.losses.candidates import CandidateSets, cut_to
 from mopd.losses.distribution import DivergenceSpec, compute_dtype, divergence_kernel, select_ids
 
 # Alive at once: the chunk's logits of both models and the gradient, and within the kernel a block of rows, which is
@@ -161,16 +162,20 @@ def chunked_logprob(
     bias: Tensor | None = None,
     softcap: float | None = None,
     scale: float = 1.0,
+    candidates: CandidateSets | None = None,
 ) -> Tensor:
     """log softmax(logits/temperature) of labels[T], from hidden states [T, H] and a head [V, H] -> [T], no reduction.
 
-    Gradients into hidden states, head and bias; memory and options as in `chunked_divergence`.
+    Gradients into hidden states, head and bias; memory and options as in `chunked_divergence`. With `candidates` (T
+    sets) the softmax runs over each token's set alone, as in `candidate_logprob`: values, gradients and errors are its.
     """
     _check(hidden, head, bias, "model")
     if labels.shape != (len(hidden),):
         raise ValueError(f"labels {tuple(labels.shape)} do not match {len(hidden)} positions")
+    if candidates is not None:
+        candidates.check(labels, len(head))
     return _ChunkedLogprob.apply(
-        hidden, head, bias, labels.long(), temperature, HeadSpec(scale, softcap), _rows(chunk, head)
+        hidden, head, bias, labels.long(), temperature, HeadSpec(scale, softcap), _rows(chunk, head), candidates
     )
 
 
@@ -306,12 +311,12 @@ class _ChunkedDivergence(torch.autograd.Function):
 
 class _ChunkedLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, head, bias, labels, temperature, own, chunk):
+    def forward(ctx, hidden, head, bias, labels, temperature, own, chunk, candidates):
         ctx.save_for_backward(hidden, head, bias, labels)
-        ctx.options = (temperature, own, chunk)
+        ctx.options = (temperature, own, chunk, candidates)
         values = hidden.new_empty(len(hidden), dtype=compute_dtype(hidden, head))
         for rows in _slices(len(hidden), chunk):
-            logits = _logits(hidden[rows], head, bias, own) / temperature
+            logits = _tempered(_logits(hidden[rows], head, bias, own), temperature, candidates, rows)
             picked = logits.gather(-1, labels[rows].unsqueeze(-1)).squeeze(-1)
             values[rows] = picked - torch.logsumexp(logits, dim=-1)
         return values
@@ -320,16 +325,22 @@ class _ChunkedLogprob(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, upstream):
         hidden, head, bias, labels = ctx.saved_tensors
-        temperature, own, chunk = ctx.options
+        temperature, own, chunk, candidates = ctx.options
         gradients = _HeadGradients(hidden, head, bias, own, ctx.needs_input_grad[:3])
         for rows in _slices(len(hidden), chunk):
             logits = _logits(hidden[rows], head, bias, own)
-            gradient = -torch.softmax(logits / temperature, dim=-1)
+            gradient = -torch.softmax(_tempered(logits, temperature, candidates, rows), dim=-1)
             ones = gradient.new_ones(gradient.shape[0], 1)
             gradient.scatter_add_(-1, labels[rows].unsqueeze(-1), ones)
             gradients.add(rows, gradient.mul_(upstream[rows].unsqueeze(-1) / temperature), logits)
             del logits, gradient
-        return *gradients.result(), None, None, None, None
+        return *gradients.result(), None, None, None, None, None
+
+
+def _tempered(logits: Tensor, temperature: float, candidates: CandidateSets | None, rows: slice) -> Tensor:
+    """A chunk's logits as they go into the softmax; `candidates` are those of all positions, `rows` the chunk's."""
+    logits = logits / temperature
+    return logits if candidates is None else cut_to(logits, candidates[rows])
 
 
 class _ChunkedLoss(torch.autograd.Function):

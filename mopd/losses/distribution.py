@@ -67,7 +67,7 @@ def divergence(
     With p = softmax(student/temperature), q = softmax(teacher/temperature):
 
     * ``reverse_kl``  Σ p (log p − log q)   mode seeking (MiniLLM, arXiv 2306.08543; GKD, arXiv 2306.13649)
-    * ``forward_kl``  Σ q (log q − log p)   mass covering, the classical distillation loss
+    * ``forward_kl``  Σ q (log q − log p)   mass covering, the classical distillation loss (Hinton et al., arXiv 1503.02531)
     * ``jsd``         β KL(q‖m) + (1−β) KL(p‖m) with m = β q + (1−β) p, 0 < β < 1: the generalised Jensen–Shannon
       divergence of GKD (arXiv 2306.13649, section 2), *not* divided by anything. For β → 0 it vanishes like
       β·KL(q‖p), for β → 1 like (1−β)·KL(p‖q): jsd/β and jsd/(1−β) tend to forward_kl and reverse_kl.
@@ -80,6 +80,11 @@ def divergence(
     which is a true divergence of the coarsened distributions, never negative and never above the full value;
     ``renormalise`` conditions both sides on the ids; ``drop`` leaves the rest out, and so may be negative and is no
     divergence.
+
+    Not for: an advantage (the value is that of a position, the same for every token that might be sampled there, so
+    multiplied with log π it trains nothing); ``reverse_kl`` towards a teacher that rules out what the student says
+    (infinite there, so just these positions teach nothing; ``jsd`` bears it); ``renormalise`` with one id, or with ids
+    that hold little of either side's mass: what lies outside has no influence at all.
 
     ``shared_ids``: the first n ids (int) or these ids (long [n]) are what both vocabularies share; the softmax of
     either side is taken over them alone. Needed when the two have different numbers of rows.
@@ -269,12 +274,17 @@ def _outcomes(
         return terms.sum(-1), q.neg_(), total
     # jsd: with δ = log q − log p and c = β for δ ≤ 0, 1 − β for δ > 0, the larger of log(p/m) and log(q/m) is
     # l = −log1p(c · expm1(−|δ|)) and the smaller one l − |δ|. Exactly zero at δ = 0, without overflow anywhere; a
-    # mixture formed with logaddexp would leave rounding noise where the models agree.
+    # mixture formed with logaddexp would leave rounding noise where the models agree. Where β is next to 0 or 1 that
+    # difference cancels, and the smaller one is written out: −log1p((1 − c) · expm1(|δ|)), as far as expm1 reaches.
     ratio = _difference(teacher, student, (p == 0) & (q == 0))
     teacher_below, gap = ratio <= 0, ratio.abs()
     share = torch.where(teacher_below, p.new_tensor(spec.beta), p.new_tensor(1.0 - spec.beta))
     larger = torch.expm1(-gap).mul_(share).log1p_().neg_()
     smaller = larger - gap
+    if min(spec.beta, 1.0 - spec.beta) < 0.05:
+        rest = torch.where(teacher_below, p.new_tensor(1.0 - spec.beta), p.new_tensor(spec.beta))
+        written_out = torch.expm1(gap.clamp(max=80.0)).mul_(rest).log1p_().neg_()
+        smaller = torch.where(gap < 80.0, written_out, smaller)
     student_terms = torch.where(teacher_below, larger, smaller).masked_fill_(p == 0, 0.0).mul_(p).mul_(1.0 - spec.beta)
     teacher_terms = torch.where(teacher_below, smaller, larger).masked_fill_(q == 0, 0.0).mul_(q).mul_(spec.beta)
     # ∂/∂l of both terms together is (1−β) p log(p/m): what comes from ∂m/∂l cancels the +1 of the product rule.

@@ -6,9 +6,10 @@ To add one, write in a file of your own::
         needs = "full"                      # or "sampled": what the teacher must deliver
         def __init__(self, weight=1.0): ...
         def __call__(self, *, student_logits, teacher_logits, teacher_logprob, label, behaviour_logprob,
-                     outcome_advantage): return ObjectiveResult(loss, {"my_number": ...})
+                     outcome_advantage, candidates=None): return ObjectiveResult(loss, {"my_number": ...})
 
-and name it ``my_package.my_module:MyObjective`` in the configuration; its keyword arguments are its options.
+(`candidates` only where it reads them, see Objective) and name it ``my_package.my_module:MyObjective`` in the
+configuration; its keyword arguments are its options.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from mopd.losses.candidates import CandidateSets
 from mopd.losses.distribution import (
     DivergenceSpec,
     block_rows,
-    compute_dtype,
     divergence_and_numbers,
     token_numbers,
 )
@@ -33,6 +35,7 @@ from mopd.losses.policy import (
     CORRECTIONS,
     ESTIMATORS,
     K1_REFUSED,
+    LabelLogprob,
     candidate_logprob,
     policy_gradient,
     sampled_kl,
@@ -66,6 +69,11 @@ class Objective(Protocol):
     label               [N] long, the sampled tokens
     behaviour_logprob   [N], log µ at the sampling temperature; NaN where unknown
     outcome_advantage   [N] or None
+
+    Under top-p or top-k sampling the call has a further `candidates`, N CandidateSets, if it names that parameter:
+    behaviour_logprob and teacher_logprob are then renormalised over them, and what is compared with these must be too
+    (`label_logprob`). Otherwise the parameter is left out. An objective without it that reads sampled log-probabilities
+    cannot be used with such samples (`takes_candidates`).
     """
 
     needs: str
@@ -87,8 +95,10 @@ class MopdObjective:
     only.
 
     advantage_student "snapshot" reads the policy at the start of the step from the call's `snapshot_logprob` [N].
-    A call's `candidates` (id lists, see candidate_logprob) renormalise the student, and the teacher where its logits
-    are there; a teacher_logprob must then have been renormalised by whoever scored it.
+    A call's `candidates` (see candidate_logprob) renormalise the student, and the teacher where its logits
+    are there; a teacher_logprob must then have been renormalised by whoever scored it. The expected gradient is then
+    that of the reverse KL between both restricted to the set, the set held fixed: ids that top-p or top-k cut off are
+    neither rewarded nor punished.
     """
 
     needs = "sampled"
@@ -106,14 +116,17 @@ class MopdObjective:
             raise ValueError(f"unknown correction {correction!r}; there are: {', '.join(CORRECTIONS)}")
         if advantage_student not in ("current", "snapshot"):
             raise ValueError(f"advantage_student must be 'current' or 'snapshot', got {advantage_student!r}")
-        if len(bounds) != 2 or not 0.0 <= bounds[0] < bounds[1]:
-            raise ValueError(f"bounds must be [low, high] with 0 <= low < high, got {list(bounds)}")
-        if advantage_clip is not None and (len(advantage_clip) != 2 or not advantage_clip[0] < advantage_clip[1]):
-            raise ValueError(f"advantage_clip must be [low, high] with low < high, got {list(advantage_clip)}")
-        self.bounds = (float(bounds[0]), float(bounds[1]))
-        self.correction, self.alpha, self.advantage_student = correction, float(alpha), advantage_student
-        self.advantage_clip = None if advantage_clip is None else (float(advantage_clip[0]), float(advantage_clip[1]))
+        self.bounds = _interval("bounds", bounds, least=0.0)
+        self.correction, self.alpha, self.advantage_student = correction, _number("alpha", alpha), advantage_student
+        self.advantage_clip = None if advantage_clip is None else _interval("advantage_clip", advantage_clip)
         self.temperature = _positive(temperature)
+
+    def leaves_out(self, student_logprob: Tensor, behaviour_logprob: Tensor) -> Tensor:
+        """bool [N]: the tokens that `correction: mask` leaves out, or whose log µ is not known."""
+        if self.correction != "mask":
+            return torch.zeros_like(student_logprob, dtype=torch.bool)
+        ratio = (student_logprob - behaviour_logprob.to(student_logprob.dtype)).exp()
+        return ~((ratio >= self.bounds[0]) & (ratio <= self.bounds[1]))
 
     def __call__(
         self,
@@ -125,7 +138,7 @@ class MopdObjective:
         behaviour_logprob: Tensor,
         outcome_advantage: Tensor | None = None,
         snapshot_logprob: Tensor | None = None,
-        candidates: Sequence[Any] | None = None,
+        candidates: CandidateSets | Sequence[Any] | None = None,
     ) -> ObjectiveResult:
         student = label_logprob(student_logits, label, self.temperature, candidates)
         teacher = _teacher_logprob(teacher_logits, teacher_logprob, label, self.temperature, candidates)
@@ -155,7 +168,11 @@ class DivergenceObjective:
     """`reverse_kl`, `forward_kl`, `jsd`: exact per position, see divergence. Needs the teacher's whole distribution.
 
     The sampled token decides where the loss is taken, never what it is; µ does not enter, so stale tokens give the
-    exact divergence on slightly stale histories.
+    exact divergence on slightly stale histories. So it is with samples of a truncated policy (top-p, top-k): the
+    divergence stays that of the whole distributions, at histories that the truncated policy visits, and has no
+    importance weights. Ids that sampling cut off are trained like all others; that is what a student needs that shall
+    later be sampled without the cut. A call's `candidates` renormalise only what compares sampled tokens: the
+    diagnostics student_logprob, teacher_logprob, k1 and k3.
     """
 
     needs = "full"
@@ -169,7 +186,9 @@ class DivergenceObjective:
         tail: str = "bucket",
         temperature: float = 1.0,
     ):
-        self.spec = DivergenceSpec(kind, beta, support, k, tail, temperature)
+        if k is not None and (isinstance(k, bool) or not isinstance(k, int)):
+            raise ValueError(f"k must be a whole number, got {k!r}")
+        self.spec = DivergenceSpec(kind, _number("beta", beta), support, k, tail, _positive(temperature))
 
     def __call__(
         self,
@@ -180,6 +199,7 @@ class DivergenceObjective:
         label: Tensor,
         behaviour_logprob: Tensor,
         outcome_advantage: Tensor | None = None,
+        candidates: CandidateSets | Sequence[Any] | None = None,
     ) -> ObjectiveResult:
         if teacher_logits is None:
             raise ValueError(
@@ -200,7 +220,11 @@ class DivergenceObjective:
         for name in found:
             known = found[name] if name.startswith("student") else torch.where(scored, found[name], torch.nan)
             found[name] = known.float()
-        found = _completed(found, None, teacher_logprob)
+        if candidates is None:
+            found = _completed(found, None, teacher_logprob)
+        else:
+            found = over_candidates(found, student_logits, teacher_logits, teacher_logprob, label, self.spec.temperature,
+                                    candidates)
         none = torch.zeros_like(scored)
         found.update(unscored=~scored, infinite=infinite, masked=none, clipped=none)
         return ObjectiveResult(loss, found)
@@ -211,7 +235,8 @@ class SampledKLObjective:
     sampled_kl.
 
     Its statements hold for tokens sampled by the very policy that is trained. It has no importance weights: with stale
-    tokens take `mopd`. k1 is refused, with the reason.
+    tokens take `mopd`. k1 is refused, with the reason. Under top-p or top-k that policy is the one restricted to a call's
+    `candidates`, and the KL that is estimated is the one between both models restricted to them.
     """
 
     needs = "sampled"
@@ -232,15 +257,17 @@ class SampledKLObjective:
         label: Tensor,
         behaviour_logprob: Tensor,
         outcome_advantage: Tensor | None = None,
-        candidates: Sequence[Any] | None = None,
+        candidates: CandidateSets | Sequence[Any] | None = None,
     ) -> ObjectiveResult:
         student = label_logprob(student_logits, label, self.temperature, candidates)
         teacher = _teacher_logprob(teacher_logits, teacher_logprob, label, self.temperature, candidates)
         scored = torch.isfinite(teacher) & ~torch.isinf(student.detach())
-        safe_student = torch.where(scored, student, 0.0)
-        value = sampled_kl(safe_student, torch.where(scored, teacher, 0.0), estimator=self.estimator, loss=True)
-        infinite = scored & torch.isinf(value.detach())
-        loss = torch.where(scored & ~infinite, value, 0.0)
+        # Select before arithmetic: the gradient of an infinite value is infinite too, and 0 · inf would be NaN.
+        infinite = scored & torch.isinf(sampled_kl(student, teacher, estimator=self.estimator))
+        kept = scored & ~infinite
+        value = sampled_kl(torch.where(kept, student, 0.0), torch.where(kept, teacher, 0.0),
+                           estimator=self.estimator, loss=True)
+        loss = torch.where(kept, value, 0.0)
         found = diagnose(student_logits, teacher_logits, label, student, teacher, self.temperature)
         none = torch.zeros_like(scored)
         found.update(unscored=~scored, infinite=infinite, masked=none, clipped=none)
@@ -302,6 +329,38 @@ def make_objective(name: str, options: Mapping[str, Any] | None = None) -> Objec
     return objective
 
 
+def checked_result(result: Any, name: str, tokens: int) -> ObjectiveResult:
+    """What objective `name` answered for `tokens` tokens, its diagnostics without a graph.
+
+    Raises ValueError where it is no ObjectiveResult of one loss per token that the student's logits reach (where a
+    gradient is wanted), with one number per token in every diagnostic: a loss of another shape would be spread over the
+    tokens silently.
+    """
+    def bad(what: str) -> ValueError:
+        return ValueError(f"train.objective: {name} {what} (see docs/architecture.md, \"An objective\")")
+
+    loss = getattr(result, "loss", None)
+    if not isinstance(result, ObjectiveResult) or not isinstance(loss, Tensor):
+        raise bad(f"answered with {type(result).__name__}; it must be ObjectiveResult(loss, diagnostics), with tensors")
+    if loss.shape != (tokens,):
+        raise bad(f"gave a loss of shape {tuple(loss.shape)} for {tokens} tokens; it must be one number per token "
+                  f"({tokens},), neither averaged nor weighted")
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise bad("gave a loss that does not depend on student_logits (no gradient), so nothing would be trained; look for "
+                  "detach(), argmax, no_grad() or numpy in it")
+    for key, value in result.diagnostics.items():
+        if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != tokens:
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise bad(f"gave the diagnostic {key!r} as {shape} for {tokens} tokens; it must be one number per token")
+    return ObjectiveResult(loss, {key: value.detach() for key, value in result.diagnostics.items()})
+
+
+def takes_candidates(objective: Objective) -> bool:
+    """Whether calls of `objective` may name `candidates`."""
+    parameters = inspect.signature(objective).parameters.values()
+    return any(p.name == "candidates" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
 def _factory(name: str) -> Callable[..., Objective]:
     if name in OBJECTIVES:
         return OBJECTIVES[name]
@@ -325,16 +384,13 @@ def _factory(name: str) -> Callable[..., Objective]:
 
 
 def label_logprob(
-    logits: Tensor, label: Tensor, temperature: float = 1.0, candidates: Sequence[Any] | None = None
+    logits: Tensor, label: Tensor, temperature: float = 1.0, candidates: CandidateSets | Sequence[Any] | None = None
 ) -> Tensor:
     """log softmax(logits[N, V]/temperature) of label[N] -> [N] with graph, in float32 or better; over candidates if
     given."""
     if candidates is not None:
         return candidate_logprob(logits, label, candidates, temperature=temperature)
-    scaled = logits.to(compute_dtype(logits))
-    if temperature != 1.0:
-        scaled = scaled / temperature
-    return torch.log_softmax(scaled, dim=-1).gather(-1, label.unsqueeze(-1)).squeeze(-1)
+    return LabelLogprob.apply(logits, label.long(), temperature, None)
 
 
 def _teacher_logprob(
@@ -342,7 +398,7 @@ def _teacher_logprob(
     teacher_logprob: Tensor | None,
     label: Tensor,
     temperature: float,
-    candidates: Sequence[Any] | None = None,
+    candidates: CandidateSets | Sequence[Any] | None = None,
 ) -> Tensor:
     """[N], NaN where missing: the given scores, or the label's entry of the given logits."""
     with torch.no_grad():
@@ -366,15 +422,33 @@ def diagnose(
 
     A label's log-probability is read from the logits where it is not given.
     """
-    parts, step = [], block_rows(student_logits)
+    found: dict[str, Tensor] = {}
+    step = block_rows(student_logits)
     for start in range(0, max(len(label), 1), step):
         rows = slice(start, start + step)
         student = torch.log_softmax(student_logits[rows].detach().float() / temperature, dim=-1)
         teacher = None if teacher_logits is None else torch.log_softmax(
             teacher_logits[rows].detach().float() / temperature, dim=-1)
-        parts.append(token_numbers(student, teacher, label[rows]))
-    found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        for name, part in token_numbers(student, teacher, label[rows]).items():
+            # Made once: a small tensor kept per block would scatter the heap that the blocks come from.
+            found.setdefault(name, part.new_empty(len(label)))[rows] = part
     return _completed(found, student_logprob, teacher_logprob)
+
+
+@torch.no_grad()
+def over_candidates(
+    found: dict[str, Tensor],
+    student_logits: Tensor,
+    teacher_logits: Tensor | None,
+    teacher_logprob: Tensor | None,
+    label: Tensor,
+    temperature: float,
+    candidates: CandidateSets | Sequence[Any],
+) -> dict[str, Tensor]:
+    """`found` with what it says of the sampled tokens (student_logprob, teacher_logprob, k1, k3) renormalised over their
+    candidate sets; a given teacher_logprob [N] already is."""
+    student = label_logprob(student_logits.detach(), label, temperature, candidates)
+    return _completed(found, student, _teacher_logprob(teacher_logits, teacher_logprob, label, temperature, candidates))
 
 
 def _completed(found: dict[str, Tensor], student_logprob: Tensor | None, teacher_logprob: Tensor | None
@@ -390,7 +464,24 @@ def _completed(found: dict[str, Tensor], student_logprob: Tensor | None, teacher
     return found
 
 
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    return float(value)
+
+
+def _interval(name: str, value: Any, least: float = -math.inf) -> tuple[float, float]:
+    """[low, high] with low < high, neither below `least`."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
+        raise ValueError(f"{name} must be [low, high], got {value!r}")
+    low, high = (_number(name, part) for part in value)
+    if not least <= low < high:
+        raise ValueError(f"{name} must be [low, high] with {f'{least:g} <= ' if math.isfinite(least) else ''}low < high, got "
+                         f"{list(value)}")
+    return low, high
+
+
 def _positive(temperature: float) -> float:
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
+    if not 0 < _number("temperature", temperature) < math.inf:
+        raise ValueError(f"temperature must be positive and finite, got {temperature}")
     return float(temperature)

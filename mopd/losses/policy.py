@@ -1,7 +1,7 @@
 """The sampled-token objective `mopd`, sampled estimators of the reverse KL, and candidate replay. [T] tensors in and
 out.
 
-Nothing here sees a vocabulary except `candidate_logprob`, and nothing reduces over tokens.
+Nothing here sees a vocabulary except `LabelLogprob` and what calls it, and nothing reduces over tokens.
 """
 
 from __future__ import annotations
@@ -9,9 +9,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mopd.losses.candidates import CandidateSets, cut_to
+from mopd.losses.distribution import block_rows, compute_dtype
 
 CORRECTIONS = ("mask", "truncate", "none")
 ESTIMATORS = ("k1", "k2", "k3")
@@ -165,7 +170,7 @@ def sampled_kl(logp_student: Tensor, logp_teacher: Tensor, *, estimator: str = "
 def candidate_logprob(
     logits: Tensor,
     sampled: Tensor,
-    candidates: Sequence[Sequence[int] | Tensor | None],
+    candidates: CandidateSets | Sequence[Any | None],
     *,
     temperature: float = 1.0,
 ) -> Tensor:
@@ -173,8 +178,8 @@ def candidate_logprob(
     token, [T].
 
     Candidate replay: under top-p or top-k sampling µ renormalises over such a set, and student and
-    teacher must do the same over the *same* set, so that with unchanged weights ρ_t = 1. ``None`` in place of a list
-    means that nothing was cut off there (the whole vocabulary).
+    teacher must do the same over the *same* set, so that with unchanged weights ρ_t = 1. ``candidates`` are
+    CandidateSets, or one list of ids per token with ``None`` where nothing was cut off (the whole vocabulary).
 
     Gradient: that of log softmax restricted to the set; logits outside it get exactly zero.
     Raises ValueError, naming the position, if a sampled id is not in its set, or an id does not fit the vocabulary.
@@ -185,21 +190,51 @@ def candidate_logprob(
             f"{positions} rows of logits, {tuple(sampled.shape)} sampled ids and {len(candidates)} candidate sets "
             "do not match"
         )
-    member = torch.zeros(positions, vocabulary, dtype=torch.bool)
-    labels = sampled.tolist()
-    for position, ids in enumerate(candidates):
-        if ids is None:
-            member[position] = True
-            ids = (labels[position],)
-        index = torch.as_tensor(ids, dtype=torch.long).cpu()
-        if index.numel() and not (0 <= int(index.min()) and int(index.max()) < vocabulary):
-            raise ValueError(f"position {position}: candidate ids must lie in [0, {vocabulary}), got {index.tolist()}")
-        if labels[position] not in index.tolist():
-            raise ValueError(
-                f"position {position}: sampled id {labels[position]} is not in its candidate set of {index.numel()} "
-                "ids; the set that is replayed must be the one that was sampled from"
-            )
-        member[position, index] = True
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    scaled = (logits.to(dtype) / temperature).masked_fill(~member.to(logits.device), -math.inf)
-    return torch.log_softmax(scaled, dim=-1).gather(-1, sampled.long().unsqueeze(-1)).squeeze(-1)
+    if not isinstance(candidates, CandidateSets):
+        candidates = CandidateSets.of(candidates).to(logits.device)
+    candidates.check(sampled, vocabulary)
+    return LabelLogprob.apply(logits, sampled.long(), temperature, candidates)
+
+
+class LabelLogprob(torch.autograd.Function):
+    """log softmax(logits[N, V] / temperature) of label[N] -> [N], in float32 or better, over candidate sets if given.
+
+    Beyond `logits` and, in the backward pass, their gradient it holds a block of rows at a time: neither the log-softmax
+    nor anything else of the logits' size is kept (each softmax is formed once forward and once backward, as
+    torch.log_softmax does).
+    """
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, label: Tensor, temperature: float, candidates: CandidateSets | None) -> Tensor:
+        ctx.save_for_backward(logits, label)
+        ctx.options = (temperature, candidates)
+        found = logits.new_empty(len(logits), dtype=compute_dtype(logits))
+        for rows in _blocks(logits):
+            scores = torch.log_softmax(_scores(logits, rows, temperature, candidates), dim=-1)
+            found[rows] = scores.gather(-1, label[rows].unsqueeze(-1)).squeeze(-1)
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream: Tensor):
+        logits, label = ctx.saved_tensors
+        temperature, candidates = ctx.options
+        gradient = torch.empty_like(logits)
+        for rows in _blocks(logits):
+            scale = (upstream[rows] / temperature).unsqueeze(-1)
+            part = torch.softmax(_scores(logits, rows, temperature, candidates), dim=-1).mul_(-scale)
+            gradient[rows] = part.scatter_add_(-1, label[rows].unsqueeze(-1), scale)
+        return gradient, None, None, None
+
+
+def _blocks(logits: Tensor) -> list[slice]:
+    step = block_rows(logits)
+    return [slice(start, start + step) for start in range(0, len(logits), step)]
+
+
+def _scores(logits: Tensor, rows: slice, temperature: float, candidates: CandidateSets | None) -> Tensor:
+    """What a block of rows puts into the softmax."""
+    scores = logits[rows].to(compute_dtype(logits))
+    if temperature != 1.0:
+        scores = scores / temperature
+    return scores if candidates is None else cut_to(scores, candidates[rows])

@@ -139,6 +139,7 @@ def play_episodes(
     max_live: int | None = None,
     retries: int = 2,
     progress: Callable[[int], None] | None = None,
+    ended: Callable[[Episode], None] | None = None,
 ) -> list[Episode]:
     """Play all `episodes`; returns their results in the same order.
 
@@ -149,6 +150,7 @@ def play_episodes(
     max_live     episodes that play at once; by default the engine's batch, and of a domain at most its pool's `size`
     retries      how often an episode is played again, from its start, after an environment failed under it
     progress     called with the number of episodes that are over, after every turn in which some ended
+    ended        called with every episode that has its sequence, as soon as it has it
 
     A limit that is reached, or an action that is not understood, is an outcome like any other. An environment's failure
     gives no reward: after the retries the episode has a `failure` and no sequence; so has one whose first prompt alone
@@ -156,7 +158,7 @@ def play_episodes(
     `start` holds only what was played from there, behind a prompt, and is no trajectory for a store. Raises ValueError before
     anything is played where a domain has no pool or harness, or a context limit exceeds the engine's positions.
     """
-    loop = _Loop(engine, pools, renderer, harnesses, fingerprint, source, retries)
+    loop = _Loop(engine, pools, renderer, harnesses, fingerprint, source, retries, ended)
     loop.check(episodes)
     options = SamplingOptions(
         temperature, top_p, top_k, max((h.max_turn_tokens for h in harnesses.values()), default=1), renderer.stop_ids
@@ -190,11 +192,11 @@ def play_episodes(
 class _Loop:
     """What a run of the loop shares: engine, pools, threads."""
 
-    def __init__(self, engine, pools, renderer, harnesses, fingerprint, source, retries):
+    def __init__(self, engine, pools, renderer, harnesses, fingerprint, source, retries, ended=None):
         self.engine, self.pools, self.renderer, self.harnesses = engine, pools, renderer, harnesses
         self.fingerprint = fingerprint or renderer.fingerprint()
         self.source = source or Source("student", "")
-        self.retries = retries
+        self.retries, self.ended = retries, ended
         self.threads = concurrent.futures.ThreadPoolExecutor(ENVIRONMENT_THREADS, thread_name_prefix="environments")
 
     def check(self, episodes: ListLike[EpisodeSpec]) -> None:
@@ -289,7 +291,8 @@ class _Loop:
                 self._answer(playing, observation)
 
     def _write(self, playing: _Playing, completion: Completion) -> None:
-        playing.builder.act(completion.tokens, completion.logprob, completion.version, self.source.kind)
+        playing.builder.act(completion.tokens, completion.logprob, completion.version, self.source.kind,
+                            completion.candidates)
         text = self.renderer.action_text(completion.tokens)
         playing.messages.append({"role": "assistant", "content": text})
         playing.actions.append(text.strip())
@@ -341,6 +344,8 @@ class _Loop:
             | ({HASHES: playing.seen} if spec.start is None else {"begins_at_turn": spec.start.turn}),
         )
         self._release(playing)
+        if self.ended is not None:
+            self.ended(episode)
 
     def _release(self, playing: _Playing) -> None:
         self.engine.end_sessions([playing.session])

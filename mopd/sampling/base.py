@@ -11,7 +11,12 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class SamplingOptions:
-    """temperature 0 is greedy. `stop_ids` end a turn and are kept as its last token."""
+    """temperature 0 is greedy, whatever else is set. Otherwise temperature, then top-k, then top-p:
+
+    top_k   only the ids that are at least as likely as the k-th; 0: all
+    top_p   of these only the likeliest, until they hold this much probability; 1: all. One id always stays
+    `stop_ids` end a turn and are kept as its last token.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -35,12 +40,14 @@ class Request:
 @dataclasses.dataclass(frozen=True)
 class Completion:
     """tokens uint32 [n]; logprob float32 [n] under the policy that really sampled (temperature, top-p, top-k applied);
-    finish is `stop` or `length`; version is the weights version."""
+    finish is `stop` or `length`; version is the weights version. candidates: per token the ids over which that policy was
+    renormalised, int32 ascending, or None where nothing was cut off; None for all of it where that holds throughout."""
 
     tokens: np.ndarray
     logprob: np.ndarray
     finish: str
     version: int
+    candidates: tuple[np.ndarray | None, ...] | None = None
 
 
 @runtime_checkable

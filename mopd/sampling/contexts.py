@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as ListLike
+
 import numpy as np
 
 from mopd.sampling.rendering import Extension
-from prefix_store.trajectory import Context, Segment
+from prefix_store.trajectory import Context, Extra, Segment
+
+CANDIDATES = "candidates"
+# the extra of stored contexts that keeps, per token, the ids over which the policy that wrote it was renormalised
 
 
 class _Growing:
@@ -17,6 +22,7 @@ class _Growing:
         self.logprobs = np.empty(0, np.float32)
         self.versions = np.empty(0, np.int32)
         self.segments: list[Segment] = []
+        self.candidates: dict[int, np.ndarray] = {}  # token → the ids over which its writer's policy was renormalised
 
     def add(self, kind: str, tokens: np.ndarray, turn: int, writer: str, logprobs, version: int) -> None:
         if len(tokens) == 0:
@@ -46,9 +52,14 @@ class ContextBuilder:
         """uint32 [T]: what the model sees next."""
         return self._contexts[-1].tokens
 
-    def act(self, tokens: np.ndarray, logprobs: np.ndarray | float, version: int, writer: str) -> None:
-        """Append an action as it was written; `logprobs` NaN and version -1 where no model wrote it."""
-        self._contexts[-1].add("action", tokens, self.turns, writer, logprobs, version)
+    def act(self, tokens: np.ndarray, logprobs: np.ndarray | float, version: int, writer: str,
+            candidates: ListLike[np.ndarray | None] | None = None) -> None:
+        """Append an action as it was written; `logprobs` NaN and version -1 where no model wrote it, `candidates` as a
+        Completion has them."""
+        growing = self._contexts[-1]
+        sets = enumerate(candidates or (), start=len(growing.tokens))
+        growing.candidates.update((place, ids) for place, ids in sets if ids is not None)
+        growing.add("action", tokens, self.turns, writer, logprobs, version)
         self.turns += 1
 
     def observe(self, extension: Extension) -> None:
@@ -71,11 +82,31 @@ class ContextBuilder:
                 child.tokens = parent.tokens[:end]
                 child.logprobs, child.versions = parent.logprobs[:end], parent.versions[:end]
                 child.segments.append(Segment(s.kind, part.start, end, s.turn, s.writer))
+        child.candidates = {place: ids for place, ids in parent.candidates.items() if place < fork}
         child.add("observation", extension.tokens[fork:], turn, "", np.nan, -1)
         self._contexts.append(child)
 
     def build(self) -> tuple[Context, ...]:
-        """The finished contexts. Tokens after the last action were seen by nobody if play has ended; they are kept."""
+        """The finished contexts. Tokens after the last action were seen by nobody if play has ended; they are kept.
+
+        Where top-p or top-k cut ids off, all contexts have the extra CANDIDATES: a count of 0 says that nothing was cut.
+        """
+        cut = any(c.candidates for c in self._contexts)
         return tuple(
-            Context(c.tokens, c.logprobs, c.versions, tuple(c.segments), c.parent, c.fork) for c in self._contexts
+            Context(c.tokens, c.logprobs, c.versions, tuple(c.segments), c.parent, c.fork,
+                    {CANDIDATES: _extra(c)} if cut else {}) for c in self._contexts
         )
+
+
+def _extra(growing: _Growing) -> Extra:
+    return Extra.ragged((growing.candidates.get(place, ()) for place in range(len(growing.tokens))), np.uint32)
+
+
+def candidates_of(context: Context, start: int, end: int) -> tuple[np.ndarray | None, ...] | None:
+    """The candidate sets of a context's tokens [start, end), int32 each, as an Action has them; None where there are none."""
+    extra = context.extras.get(CANDIDATES)
+    if extra is None or not extra.counts[start:end].any():
+        return None
+    part = extra.cut(start, end)
+    offsets, ids = part.offsets(), part.values.astype(np.int32)
+    return tuple(ids[a:b] if b > a else None for a, b in zip(offsets, offsets[1:], strict=False))

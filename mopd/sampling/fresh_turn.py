@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from collections.abc import Sequence as ListLike
 from typing import Any
 
 import numpy as np
 
 from mopd.rows import Action, Row
-from mopd.sampling.base import Request, SamplingEngine, SamplingOptions
+from mopd.sampling.base import Completion, Request, SamplingEngine, SamplingOptions
+from mopd.sampling.contexts import candidates_of
 from prefix_store.trajectory import DecisionPoint, Sequence
 
 
@@ -39,11 +40,13 @@ class FreshTurnPoint:
 
 
 def sample_fresh_turns(
-    engine: SamplingEngine, points: ListLike[FreshTurnPoint], options: Mapping[str, SamplingOptions] | SamplingOptions
+    engine: SamplingEngine, points: ListLike[FreshTurnPoint], options: Mapping[str, SamplingOptions] | SamplingOptions,
+    ended: Callable[[list[Row]], None] | None = None,
 ) -> list[Row]:
     """Sample every point's turns as one batch; one Row per trunk, in the order in which the trunks first appear.
 
     options  for all domains, or domain → options; they may differ between domains in `max_tokens` alone
+    ended    told every turn as a row of its own as soon as it is written, where the engine says so (`tells_ends`)
     The fresh turns are branches off their trunk; nothing stored after a point enters anything.
     Raises ValueError for a point without tokens, for prefixes of one row that do not extend each other, and for a
     domain without options.
@@ -54,7 +57,14 @@ def sample_fresh_turns(
     requests = [
         Request(point.prefix, seed, max_tokens=limits[point.domain]) for point in points for seed in point.seeds
     ]
-    completions = iter(engine.generate(requests, shared))
+    owners = [(point, member) for point in points for member in range(len(point.seeds))]
+
+    def tell(number: int, done: Completion) -> None:
+        point, member = owners[number]
+        ended([Row(point.domain, point.stream, point.prefix, (_action(point, member, done),), origin=str(point.row))])
+
+    more = {"ended": tell} if ended is not None and getattr(engine, "tells_ends", False) else {}
+    completions = iter(engine.generate(requests, shared, **more))
     trunks: dict[tuple, np.ndarray] = {}
     actions: dict[tuple, list[Action]] = {}
     for point in points:
@@ -68,17 +78,19 @@ def sample_fresh_turns(
         trunks[key] = longer
         for member in range(len(point.seeds)):
             done = next(completions)
-            actions.setdefault(key, []).append(
-                Action(
-                    at=len(point.prefix), tokens=done.tokens, behaviour_logprob=done.logprob,
-                    version=np.full(len(done.tokens), done.version, np.int32), branch=True, turn=point.turn,
-                    sequence=point.sequence + member, group=point.group,
-                )
-            )
+            actions.setdefault(key, []).append(_action(point, member, done))
     return [
         Row(domain, stream, trunks[domain, stream, row], tuple(found), origin=str(row))
         for (domain, stream, row), found in actions.items()
     ]
+
+
+def _action(point: FreshTurnPoint, member: int, done: Completion) -> Action:
+    return Action(
+        at=len(point.prefix), tokens=done.tokens, behaviour_logprob=done.logprob,
+        version=np.full(len(done.tokens), done.version, np.int32), branch=True, turn=point.turn,
+        sequence=point.sequence + member, group=point.group, candidates=done.candidates,
+    )
 
 
 def _limits(points, options) -> tuple[dict[str, int], SamplingOptions]:
@@ -117,6 +129,8 @@ def rows_from_sequence(
                     at=segment.start, tokens=context.tokens[part], behaviour_logprob=context.behaviour_logprob[part],
                     version=context.weights_version[part], branch=False, turn=segment.turn, sequence=sequence_number,
                     group=group, outcome_advantage=outcome_advantage,
+                    # A stored turn is no sample of the student's: nothing is compared with what wrote it.
+                    candidates=None if stream == "demonstration" else candidates_of(context, segment.start, segment.end),
                 )
             )
         if actions:
@@ -126,18 +140,23 @@ def rows_from_sequence(
 
 
 def demonstration_rows(
-    store: Any, stored: Mapping[tuple, ListLike[tuple]], *, first_group: int, first_sequence: int
+    store: Any, stored: Mapping[tuple, ListLike[tuple]], *, first_group: int, first_sequence: int,
+    only: Collection[tuple] | None = None,
 ) -> list[Row]:
     """The stored turns at decision points as rows of the `demonstration` stream, one per stored context.
 
     store    a PrefixStore (`prefix`, `continuation`)
     stored   (domain, …) → [(DecisionPoint, …), …], all points of a key in one context of one sequence
     Each turn is a sequence and a group of its own, numbered from `first_group` and `first_sequence`. Log-probabilities
-    are NaN and versions -1: no student wrote them.
+    are NaN and versions -1: no student wrote them. With `only`, the other keys have their numbers but no row.
     """
     rows = []
     numbers = itertools.count()
     for key, points in stored.items():
+        if only is not None and key not in only:
+            for _ in points:
+                next(numbers)
+            continue
         actions, trunk = [], np.empty(0, np.uint32)
         for point, *_ in points:
             prefix, tokens = store.prefix(point), store.continuation(point)

@@ -11,14 +11,14 @@ import copy
 import heapq
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from mopd.sampling.base import Completion, Request, SamplingOptions
-from mopd.sampling.draws import check_options, draw, uniforms
+from mopd.sampling.draws import Drawn, check_options, draw, uniforms
 from mopd.sampling.shared_prefix import common_prefix, plan_prefixes
 from mopd.sampling.slot_cache import ATTENTION_NAME, MAX_IDLE, Plan, SlotCache, active_plan
 
@@ -53,6 +53,8 @@ class HFEngine:
     turn's cache), sampled_tokens, decode_steps, prefill_seconds, decode_seconds, evicted_sessions.
     Raises ValueError for a model whose attention cannot be exchanged, RuntimeError when the probe disagrees.
     """
+
+    tells_ends = True  # `generate` takes `ended`
 
     def __init__(
         self,
@@ -164,8 +166,10 @@ class HFEngine:
 
     # Generation
 
-    def generate(self, requests: list[Request], options: SamplingOptions) -> list[Completion]:
-        """Sample one turn for each request, in the order of the requests.
+    def generate(self, requests: list[Request], options: SamplingOptions,
+                 ended: Callable[[int, Completion], None] | None = None) -> list[Completion]:
+        """Sample one turn for each request, in the order of the requests. `ended` is told each request's number and turn as
+        soon as it is written, while others still are.
 
         Draws depend on a request's seed alone. Raises ValueError for empty or foreign tokens, a session named twice,
         or a request that cannot fit the model's positions.
@@ -176,7 +180,7 @@ class HFEngine:
             return []
         try:
             with torch.inference_mode():
-                return _Generation(self, requests, options).run()
+                return _Generation(self, requests, options).run(ended)
         except BaseException:
             # Tables may be half changed: a cache that might not hold what it says is worse than none.
             self._forget()
@@ -238,6 +242,17 @@ class HFEngine:
 
     # Probe
 
+    @torch.inference_mode()
+    def score(self, tokens: np.ndarray) -> np.ndarray:
+        """float32 [T - 1]: log-probability at temperature 1 of each of `tokens` uint32 [T] but the first, given those before
+        it, with the present weights. Drops the caches of all sessions."""
+        ids = np.asarray(tokens).astype(np.int64)
+        slot = self._acquire(1, len(ids), set())[0]
+        logits = self._forward(Plan(np.array([slot]), np.array([0]), np.array([len(ids)]), self.device), ids, None)
+        self._forget()
+        labels = torch.from_numpy(ids[1:]).to(self.device)[:, None]
+        return torch.log_softmax(logits[:-1].float(), dim=-1).gather(1, labels)[:, 0].cpu().numpy()
+
     def _plain_logprobs(self, tokens: np.ndarray) -> torch.Tensor:
         ids = torch.from_numpy(tokens).to(self.device)[None]
         return torch.log_softmax(self.model(input_ids=ids, use_cache=False).logits[0].float(), dim=-1)
@@ -271,21 +286,25 @@ class _Generation:
         self.lengths = np.array([len(p) for p in self.prompts])
         self.tokens = np.empty((count, width), dtype=np.int64)
         self.logprobs = np.empty((count, width), dtype=np.float32)
+        # By request, only where something is cut off: most runs keep nothing.
+        self.candidates: dict[int, list[np.ndarray | None]] = {}
         self.counts = np.zeros(count, dtype=np.int64)
         self.uniforms = np.empty((count, width))
         self.stops = np.zeros(engine.vocabulary, dtype=bool)
         self.stops[list(options.stop_ids)] = True
         self.slot_of = np.full(count, -1, dtype=np.int64)
         self.live: list[int] = []
+        self.over: list[int] = []  # in the order in which they ended
         self.names = {r.session for r in requests if r.session is not None}
         cached = [r.session in engine._session_slot for r in requests]
         # Growing sessions first, then by tokens, so that prompts with common beginnings enter together.
         order = sorted(range(count), key=lambda i: (not cached[i], self.prompts[i].astype(">u4").tobytes(), i))
         self.waiting = order[::-1]
 
-    def run(self) -> list[Completion]:
+    def run(self, ended: Callable[[int, Completion], None] | None = None) -> list[Completion]:
         engine, stats = self.engine, self.engine.stats
         refill = max(1, engine.max_batch // 4)
+        told = 0
         while self.waiting or self.live:
             room = engine.max_batch - len(self.live)
             if self.waiting and (not self.live or room >= min(refill, len(self.waiting))):
@@ -298,13 +317,19 @@ class _Generation:
                 self._compact()
                 self._step()
                 stats["decode_seconds"] += time.perf_counter() - started
+            if ended is not None:
+                for request in self.over[told:]:
+                    ended(request, self._completion(request))
+                told = len(self.over)
         return [self._completion(i) for i in range(len(self.requests))]
 
     def _completion(self, request: int) -> Completion:
         count = self.counts[request]
         tokens = self.tokens[request, :count].astype(np.uint32)
         finish = "stop" if self.stops[tokens[-1]] else "length"
-        return Completion(tokens, self.logprobs[request, :count].copy(), finish, self.engine.version)
+        sets = self.candidates.get(request, ())
+        candidates = tuple(sets) if any(ids is not None for ids in sets) else None
+        return Completion(tokens, self.logprobs[request, :count].copy(), finish, self.engine.version, candidates)
 
     # Entering
 
@@ -342,7 +367,7 @@ class _Generation:
         logits = torch.stack([first[i] for i in wave])
         self.live = sorted(self.live + wave, key=lambda i: self.slot_of[i])
         uniform = torch.from_numpy(self.uniforms[wave, 0]).to(engine.device)
-        self._record(np.array(wave), *draw(logits, uniform, self.options))
+        self._record(np.array(wave), draw(logits, uniform, self.options))
 
     def _place(self, wave: list[int], longest: int) -> None:
         engine = self.engine
@@ -414,15 +439,18 @@ class _Generation:
         plan = Plan(self.slot_of[live], self.lengths[live] + counts - 1, None, engine.device)
         logits = engine._forward(plan, self.tokens[live, counts - 1], None)
         uniform = torch.from_numpy(self.uniforms[live, counts]).to(engine.device)
-        self._record(live, *draw(logits, uniform, self.options))
+        self._record(live, draw(logits, uniform, self.options))
         engine.stats["decode_steps"] += 1
 
-    def _record(self, requests: np.ndarray, ids: torch.Tensor, logprobs: torch.Tensor) -> None:
+    def _record(self, requests: np.ndarray, found: Drawn) -> None:
         """Note one sampled token per request; rows that are done leave."""
-        drawn = ids.cpu().numpy()
+        drawn = found.ids.cpu().numpy()
         counts = self.counts[requests]
         self.tokens[requests, counts] = drawn
-        self.logprobs[requests, counts] = logprobs.cpu().numpy()
+        self.logprobs[requests, counts] = found.logprob.cpu().numpy()
+        if found.kept is not None:
+            for request, ids in zip(requests.tolist(), found.candidates(), strict=True):
+                self.candidates.setdefault(request, []).append(ids)
         self.counts[requests] = counts + 1
         self.engine.stats["sampled_tokens"] += len(requests)
         done = self.stops[drawn] | (counts + 1 >= self.limits[requests])
@@ -431,6 +459,7 @@ class _Generation:
             for i in sorted(finished):
                 self._leave(i)
             self.live = [i for i in self.live if i not in finished]
+            self.over += sorted(finished)
 
     def _leave(self, request: int) -> None:
         engine, slot = self.engine, int(self.slot_of[request])

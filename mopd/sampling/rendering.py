@@ -25,12 +25,12 @@ from prefix_store.trajectory import Fingerprint
 Message = Mapping[str, Any]
 
 
-def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
-    """The tokenizer of a Hugging Face folder or id. No code from the folder is run."""
+def load_tokenizer(folder: str | os.PathLike[str], *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a Hugging Face folder or id. No code from the folder is run unless `trust_remote_code` is set."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # noqa: BLE001 - a damaged file raises whatever its parser raises, without its name
         if isinstance(error, OSError):
             raise

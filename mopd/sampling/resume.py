@@ -11,7 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as ListLike
 from typing import Any
 
@@ -183,9 +183,11 @@ class Resumer:
             domain = self.domains[name]
             domain.replayer.expect(wanted, room=max(0, domain.pool.size - (busy or {}).get(name, 0)))
 
-    def play(self, engine: SamplingEngine, points: ListLike[FreshTurnPoint], *, temperature: float,
-             fingerprint: Fingerprint | None = None, source: Source | None = None) -> list[Episode]:
-        """Every fresh sequence of `points` (which name their decision point, `at`), played by the student.
+    def play(self, engine: SamplingEngine, points: ListLike[FreshTurnPoint], *, temperature: float, top_p: float = 1.0,
+             top_k: int = 0, fingerprint: Fingerprint | None = None, source: Source | None = None,
+             ended: Callable[[Episode], None] | None = None) -> list[Episode]:
+        """Every fresh sequence of `points` (which name their decision point, `at`), played by the student; `ended` is told
+        each as soon as it is over.
 
         Returns one Episode per seed, in order. The first action is drawn as `sample_fresh_turns` draws it; a replay that
         fails is a `failure` of its episode and of nothing else.
@@ -201,7 +203,8 @@ class Resumer:
                       for member, seed in enumerate(point.seeds)]
         return play_episodes(
             engine, {n: d.pool for n, d in self.domains.items()}, specs, self.renderer,
-            {n: d.harness for n, d in self.domains.items()}, temperature=temperature, fingerprint=fingerprint, source=source)
+            {n: d.harness for n, d in self.domains.items()}, temperature=temperature, top_p=top_p, top_k=top_k,
+            fingerprint=fingerprint, source=source, ended=ended)
 
 
 def check_replays(domain: Domain, store: Any, selector: Selector, renderer: ChatRenderer, stream: str, *,

@@ -12,10 +12,11 @@ import dataclasses
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mopd.domains import Domain
+from mopd.ranks import Ranks
 from mopd.rows import Row
 from mopd.sampling.advantages import GroupAdvantage, outcome_advantages
 from mopd.sampling.agent_loop import Episode, EpisodeSpec, play_episodes
@@ -23,8 +24,10 @@ from mopd.sampling.base import SamplingEngine, SamplingOptions
 from mopd.sampling.fresh_turn import FreshTurnPoint, demonstration_rows, rows_from_sequence, sample_fresh_turns
 from mopd.sampling.rendering import ChatRenderer
 from mopd.sampling.resume import Resumer
+from mopd.sampling.sharing import merge, own
 from mopd.schedule import Plan
 from mopd.seeds import stable_seed
+from mopd.signals import BrokenOff
 from prefix_store import PrefixStore
 from prefix_store.selection import STREAM_SOURCES, NothingToSelect, Selector
 from prefix_store.trajectory import DecisionPoint, Fingerprint, Source
@@ -71,17 +74,26 @@ class Streams:
                    environment
     advantage      a group's rewards → its outcome advantages; without it all are 0. Fresh turns have no outcome, and
                    sequences that go on from a stored point mostly stop before theirs: both always carry 0
+    ranks          the processes that share out the sampling; every one has all samples after `sample`
+
+    `ended`, which may be set, is told every sequence's rows as soon as this process has them (their outcome advantages are
+    not known then): teachers begin to score while the others are still sampled. `may_break`, which may be set, makes the
+    context in which this process's own sampling can be broken off (`mopd.signals.Stop`).
     """
 
     def __init__(self, *, domains: Mapping[str, Domain], store: PrefixStore | None, selector: Selector | None,
                  engine: SamplingEngine, renderer: ChatRenderer, fingerprint: Fingerprint, seed: int, student: str,
                  temperature: float, group_size: int, fresh_turns: int, demonstration_fraction: float,
-                 resume_turns: Mapping[str, int] | None = None, advantage: GroupAdvantage | None = None):
+                 resume_turns: Mapping[str, int] | None = None, advantage: GroupAdvantage | None = None,
+                 ranks: Ranks | None = None, top_p: float = 1.0, top_k: int = 0):
         self.domains, self.store, self.selector = domains, store, selector
         self.engine, self.renderer, self.fingerprint = engine, renderer, fingerprint
         self.seed, self.student, self.temperature = seed, student, temperature
+        self.top_p, self.top_k = top_p, top_k
         self.group_size, self.fresh_turns, self.demonstration = group_size, fresh_turns, demonstration_fraction
-        self.advantage = advantage
+        self.advantage, self.ranks = advantage, ranks or Ranks()
+        self.ended: Callable[[list[Row]], None] | None = None
+        self.may_break: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
         self.totals: Counter = Counter()
         turns = {name: number for name, number in (resume_turns or {}).items() if number > 1}
         self.resumer = Resumer(domains=domains, store=store, renderer=renderer, turns=turns) if turns and store else None
@@ -98,25 +110,40 @@ class Streams:
                 group += 1
         return specs
 
+    def _own_episodes(self, plan: Plan) -> list[EpisodeSpec]:
+        return [spec for spec in self.episodes_of(plan) if own(spec.group, self.ranks)]
+
     def prefetch(self, plan: Plan) -> None:
         """Start resetting the environments of `plan` in the background, and restoring those at stored points."""
         by_domain = defaultdict(list)
-        for spec in self.episodes_of(plan):
+        for spec in self._own_episodes(plan):
             by_domain[spec.domain].append(spec.task)
         for name, tasks in by_domain.items():
             self.domains[name].pool.prefetch(tasks)
         if self.resumer is not None and self.selector is not None:
             # A look ahead: the draw itself comes with `sample`, and may differ where scores have moved meanwhile.
             with self.selector.looking_ahead(), contextlib.suppress(NothingToSelect):  # `sample` says so, if it comes to that
-                points = [(name, point, self.fresh_turns) for name, _, _, chosen in self._drawn(plan) for point in chosen
-                          if name in self.resumer.turns]
+                points = [(name, point, self.fresh_turns) for name, _, _, chosen, mine in self._drawn(plan)
+                          for point in chosen if mine and name in self.resumer.turns]
                 self.resumer.expect(points, busy={name: len(tasks) for name, tasks in by_domain.items()})
 
     def sample(self, plan: Plan) -> StepSamples:
-        """Play and write everything that `plan` asks for."""
-        result = StepSamples([], [])
-        self._rollouts(plan, result)
-        self._fresh_turns(plan, result)
+        """Play and write everything that `plan` asks for. Every rank does its share and returns the whole; every rank must
+        call it. Raises BrokenOff on all ranks where one of them was told to break off."""
+        result, broken = StepSamples([], []), False
+        try:
+            with self.may_break():
+                self._rollouts(plan, result)
+                self._fresh_turns(plan, result)
+        except BrokenOff:
+            broken = True
+        if any(self.ranks.gather(broken)):
+            raise BrokenOff
+        if self.ranks.size > 1:
+            self.ranks.agree(f"what step {plan.step} samples", {
+                "the plan": plan.to_json(), "the decision points": sorted((g, str(p)) for g, p in result.points.items()),
+                "the tasks": [str(spec) for spec in self.episodes_of(plan)]})
+            merge(self.ranks, result)
         self.totals.update(sampled_tokens=result.sampled_tokens, environment_steps=result.environment_steps)
         for name, counts in result.failures.items():
             self.totals.update({f"{name}: {category}": number for category, number in counts.items()})
@@ -154,14 +181,15 @@ class Streams:
             self.selector.load_state_dict(state["selector"])
 
     def _rollouts(self, plan: Plan, result: StepSamples) -> None:
-        specs = self.episodes_of(plan)
+        specs = self._own_episodes(plan)
         if not specs:
             return
         start = time.perf_counter()
         episodes = play_episodes(
             self.engine, {n: d.pool for n, d in self.domains.items()}, specs, self.renderer,
-            {n: d.harness for n, d in self.domains.items()}, temperature=self.temperature,
-            fingerprint=self.fingerprint, source=Source("student", f"{self.student}@{plan.step}"))
+            {n: d.harness for n, d in self.domains.items()}, temperature=self.temperature, top_p=self.top_p,
+            top_k=self.top_k, fingerprint=self.fingerprint, source=Source("student", f"{self.student}@{plan.step}"),
+            ended=self._tell(lambda spec: "rollout"))
         wall = time.perf_counter() - start
         groups = {spec.group for spec in specs}
         alive = set()
@@ -189,12 +217,16 @@ class Streams:
         result.seconds["sampling"] += wall - environments
 
     def _drawn(self, plan: Plan):
-        """Yields (domain, stream, number, decision points) of each stored trajectory that `plan` goes on from."""
+        """Yields (domain, stream, number, decision points, whether this rank samples there) of each stored trajectory that
+        `plan` goes on from."""
+        place = 0
         for name, counts in plan.counts.items():
             for stream in STREAM_SOURCES:
                 if counts.get(stream):
                     chosen = self.selector.select_sequences(plan.step, name, stream, counts[stream])
-                    yield from ((name, stream, number, points) for number, points in enumerate(chosen))
+                    for number, points in enumerate(chosen):
+                        yield name, stream, number, points, own(place, self.ranks)
+                        place += 1
 
     def _selection(self, plan: Plan) -> dict[str, dict[str, Any]]:
         found = self.selector.drawn(plan.step)
@@ -212,43 +244,61 @@ class Streams:
             raise NothingToSample("the plan asks for stored prefixes, but no prefix store is open; set store, or "
                                   "train.prefix_fraction=0")
         start = time.perf_counter()
-        points, stored = [], {}
+        points, stored, mine = [], {}, set()
         # Numbers of groups and sequences continue after the rollouts' so that they are unique within the step.
         group = sequence = sum(counts.get("rollout", 0) for counts in plan.counts.values()) * max(self.group_size, 1)
-        for name, stream, number, chosen in self._drawn(plan):
+        for name, stream, number, chosen, here in self._drawn(plan):
             for point in chosen:
                 key = (stream, number, point.sequence, point.context)
                 seeds = [stable_seed(self.seed, plan.step, name, stream, number, point.turn, member)
                          for member in range(self.fresh_turns)]
-                points.append(FreshTurnPoint(
-                    domain=name, stream=stream, row=key, prefix=self.store.prefix(point), turn=point.turn,
-                    seeds=tuple(seeds), group=group, sequence=sequence, at=point))
+                if here:
+                    points.append(FreshTurnPoint(
+                        domain=name, stream=stream, row=key, prefix=self.store.prefix(point), turn=point.turn,
+                        seeds=tuple(seeds), group=group, sequence=sequence, at=point))
+                    mine.add((name, *key))
                 stored.setdefault((name, *key), []).append((point, group, sequence))
                 result.points[group] = point
                 group += 1
                 sequence += len(seeds)
         result.selection = self._selection(plan)
-        options = {name: SamplingOptions(temperature=self.temperature, max_tokens=d.harness.max_turn_tokens,
+        options = {name: SamplingOptions(self.temperature, self.top_p, self.top_k, max_tokens=d.harness.max_turn_tokens,
                                          stop_ids=self.renderer.stop_ids) for name, d in self.domains.items()}
         further = self.resumer.turns if self.resumer is not None else {}
         resumed = [p for p in points if p.domain in further]
-        rows = sample_fresh_turns(self.engine, [p for p in points if p.domain not in further], options)
+        rows = sample_fresh_turns(self.engine, [p for p in points if p.domain not in further], options, ended=self.ended)
         result.sampled_tokens += sum(row.loss_tokens for row in rows)
         result.rows += rows
         if self.demonstration > 0:
-            result.rows += demonstration_rows(self.store, stored, first_group=group, first_sequence=sequence)
+            demonstrations = demonstration_rows(self.store, stored, first_group=group, first_sequence=sequence, only=mine)
+            if self.ended is not None:
+                self.ended(demonstrations)
+            result.rows += demonstrations
         result.groups += len(points)
         result.seconds["sampling"] += time.perf_counter() - start
         if resumed:
             self._resume(plan, resumed, result)
 
+    def _tell(self, stream: Callable[[EpisodeSpec], str]) -> Callable[[Episode], None] | None:
+        """What tells `ended` of an episode that is over; None where nobody listens."""
+        if self.ended is None:
+            return None
+
+        def tell(episode: Episode) -> None:
+            spec = episode.spec
+            self.ended(rows_from_sequence(episode.sequence, domain=spec.domain, stream=stream(spec), group=spec.group,
+                                          sequence_number=spec.sequence))
+
+        return tell
+
     def _resume(self, plan: Plan, points: list[FreshTurnPoint], result: StepSamples) -> None:
+        point_of = {point.group: point for point in points}
         start = time.perf_counter()
         result.resumed = self.resumer.play(
-            self.engine, points, temperature=self.temperature, fingerprint=self.fingerprint,
-            source=Source("student", f"{self.student}@{plan.step}"))
+            self.engine, points, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k,
+            fingerprint=self.fingerprint, source=Source("student", f"{self.student}@{plan.step}"),
+            ended=self._tell(lambda spec: point_of[spec.group].stream))
         wall = time.perf_counter() - start
-        point_of = {point.group: point for point in points}
         alive = set()
         for episode in result.resumed:
             spec, point = episode.spec, point_of[episode.spec.group]

@@ -7,8 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mopd.losses import divergence, make_objective
+from mopd.losses import chunked, distribution, divergence, make_objective
+from mopd.losses.candidates import CandidateSets
 from mopd.losses.chunked import Head, HeadSpec, chunked_loss
+from mopd.losses.mixture import MixtureHead
 from tests.mopd.losses.test_chunked import LiveRows, head, models
 
 OBJECTIVES = {
@@ -161,3 +163,31 @@ def test_one_chunk_of_logits_is_alive_whatever_the_length(name):
         return live.peak
 
     assert measure(32) == measure(96) > 0
+
+
+@pytest.mark.parametrize("name", [*OBJECTIVES, "mixture of three"])
+@pytest.mark.parametrize("cut", [False, True])
+def test_no_objective_holds_more_of_a_chunk_than_the_budget_counts(name, cut, monkeypatch):
+    """Tensors of a chunk's logits alive at once, the blocks of rows (here one each) that the work is done in among them."""
+    monkeypatch.setitem(distribution._BLOCK_BYTES, "cpu", 1)
+    rows, (sh, sw, _, th, tw, _) = 40, models(torch.float32, rows=80)
+    sh.requires_grad_(), sw.requires_grad_()
+    objective, teacher = objective_of("forward_kl" if name.startswith("mixture") else name), Head(tw)
+    if name.startswith("mixture"):
+        teacher, th = MixtureHead((teacher,) * 3, (0.5, 0.3, 0.2), "log_space", 0.8), th.repeat(1, 3)
+    label = torch.arange(80) % len(sw)
+    sets = CandidateSets.of([[i, (i + 1) % len(sw)] for i in label.tolist()]) if cut else None
+
+    def function(logits, part):
+        given = {} if sets is None else {"candidates": sets[part]}
+        theirs = teacher.logits(th[part]) if objective.needs == "full" else None
+        score = None if theirs is not None else torch.full((len(logits),), -3.0)
+        result = objective(student_logits=logits, teacher_logits=theirs, teacher_logprob=score, label=label[part],
+                           behaviour_logprob=torch.full((len(logits),), -4.0), outcome_advantage=None, **given)
+        return result.loss.sum(), result.diagnostics
+
+    with LiveRows(len(sw)) as live:
+        chunked_loss(sh, Head(sw), function, rows=rows)[0].backward()
+    blocks = 10  # single rows
+    assert rows < live.peak <= chunked._LIVE_TENSORS * rows + blocks
+    assert live.peak <= {"full": 3, "sampled": 2}[objective.needs] * rows + 2 * blocks
