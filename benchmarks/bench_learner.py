@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -35,7 +36,7 @@ from mopd.learner.forward import PackedLM, apply_head, hidden_at_loss_tokens  # 
 from mopd.learner.model import TinyMoEConfig, new_tiny_moe, save_model  # noqa: E402
 from mopd.learner.packing import pack  # noqa: E402
 from mopd.learner.step import LearnerStep, StepConfig  # noqa: E402
-from mopd.losses.chunked import Head, chunk_rows, chunked_loss  # noqa: E402
+from mopd.losses.chunked import Head, chunk_rows, chunked_logprob, chunked_loss  # noqa: E402
 from mopd.losses.objectives import make_objective  # noqa: E402
 from mopd.rows import STREAMS, Action, Row  # noqa: E402
 from teachers.scoring.hf import HFTeacher  # noqa: E402
@@ -129,21 +130,31 @@ class Peer:
                 [python, str(Path(__file__).with_name("trl_peer.py"))], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=self.errors, text=True, env=environment)
 
-    def __call__(self, spec: dict) -> dict | None:
-        """The answer to one task, None without a peer. Raises RuntimeError with its last words where it died."""
+    def __call__(self, spec: dict, limit: float | None = None) -> dict | None:
+        """The answer to one task; None without a peer, and {"over_limit": seconds} where it was ended after `limit`.
+        Raises RuntimeError with its last words where it died."""
         if self.process is None:
             return None
         self.process.stdin.write(json.dumps(spec) + "\n")
         self.process.stdin.flush()
+        late = threading.Event()
+        timer = threading.Timer(limit or 10**6, lambda: (late.set(), self.process.kill()))
+        timer.daemon = True
+        timer.start()
         for line in self.process.stdout:
             if line.startswith("PEER "):
+                timer.cancel()
                 return json.loads(line[5:])
+        timer.cancel()
+        if late.is_set():
+            return {"over_limit": limit}
         self.errors.seek(0)
         raise RuntimeError(f"TRL failed:\n{self.errors.read()[-3000:]}")
 
     def close(self) -> None:
         if self.process is not None:
-            self.process.stdin.close()
+            if self.process.poll() is None:
+                self.process.stdin.close()
             self.process.wait()
 
 
@@ -236,10 +247,13 @@ def bench_memory(options) -> list[dict]:
             theirs = None
             if beta is not None:
                 peer = Peer(options.peer_python, options.threads)
-                theirs = peer({**spec, "what": "memory", "beta": beta})
+                theirs = peer({**spec, "what": "memory", "beta": beta}, options.limit)
                 peer.close()
             found.append({**spec, "own": mine, "trl": theirs})
-            their = f"{theirs['bytes'] / 2**20:.0f} | {theirs['cpu']:.1f}" if theirs else "– | –"
+            their = "– | –"
+            if theirs:
+                their = f"{theirs['bytes'] / 2**20:.0f} | {theirs['cpu']:.1f}" if "bytes" in theirs else \
+                    f"not done in {theirs['over_limit']:.0f} s | –"
             print(f"| {name} | {vocabulary} | {mine['bytes'] / 2**20:.0f} | {mine['cpu']:.1f} | {their} |", flush=True)
     return found
 
@@ -258,11 +272,13 @@ def own_memory(spec: dict) -> None:
     hidden, other = (torch.randn(count, spec["hidden"], generator=generator) for _ in range(2))
     hidden.requires_grad_()
 
+    # Sampled scores are there before a step's loss; a whole distribution is made beside the student's, chunk by chunk.
+    scores = chunked_logprob(other, teacher.weight, label) if objective.needs == "sampled" else None
+
     def loss(logits, rows):
-        theirs = teacher.logits(other[rows])
-        sampled = objective.needs == "sampled"
-        score = torch.log_softmax(theirs, -1).gather(-1, label[rows][:, None])[:, 0] if sampled else None
-        result = objective(student_logits=logits, teacher_logits=None if sampled else theirs, teacher_logprob=score,
+        theirs = teacher.logits(other[rows]) if scores is None else None
+        score = None if scores is None else scores[rows]
+        result = objective(student_logits=logits, teacher_logits=theirs, teacher_logprob=score,
                            label=label[rows], behaviour_logprob=torch.zeros(len(logits)), outcome_advantage=None)
         return result.loss.sum() / count, result.diagnostics
 
@@ -385,7 +401,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=1, help="runs of each program before the measured ones")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--peer-python", default="", help="interpreter of a virtual environment with trl")
-    parser.add_argument("--limit", type=float, default=1800.0, help="seconds of one memory run")
+    parser.add_argument("--limit", type=float, default=1800.0, help="seconds of one memory run, ours or TRL's")
     parser.add_argument("--objectives", nargs="+", default=[])
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[151_936])
     parser.add_argument("--positions", type=int, default=4096)

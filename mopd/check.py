@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import warnings
@@ -14,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from mopd.config import (
     Config,
@@ -25,6 +27,7 @@ from mopd.config import (
     stream_shares,
 )
 from mopd.domains import Domain, close_domains
+from mopd.fits import misfits
 from mopd.losses import aggregation_schedule, make_objective
 from mopd.sampling.rendering import ChatRenderer, load_tokenizer
 from mopd.sampling.resume import check_replays
@@ -32,8 +35,11 @@ from mopd.schedule import Schedule
 from prefix_store import PrefixStore
 from prefix_store.scores import MEASURED, NEED_DISTRIBUTION, read_scores
 from prefix_store.selection import NothingToSelect, SelectionOptions, Selector
-from prefix_store.store import check_fingerprint
+from prefix_store.store import StoreNotFound, check_fingerprint
+from teachers.consistency import Distance, measure_distances
+from teachers.handshake import folder_identity
 from teachers.registry import Mixture, TeacherRegistry, TeacherSpec, model_revision
+from teachers.scoring.hf import HFTeacher
 
 
 @dataclasses.dataclass
@@ -80,29 +86,31 @@ def open_launch(config: Config) -> Launch:
     from mopd.learner.model import check_model_source
 
     attempt("run", lambda: _check_place(config.run))
-    specs = [TeacherSpec(id=i, model=t.model, trust_remote_code=t.trust_remote_code, dtype=config.deepspeed.dtype)
-             for i, t in config.teachers.items()]
+    specs = [TeacherSpec.from_config(name, t, dtype=config.deepspeed.dtype) for name, t in config.teachers.items()]
     registry = attempt("teachers", lambda: TeacherRegistry(
         specs, {n: d.teacher for n, d in config.domains.items()},
-        mixtures={n: Mixture(d.teacher_weights, d.teacher_mixture) for n, d in config.domains.items() if d.teacher_weights}))
+        mixtures={n: Mixture(d.teacher_weights, d.teacher_mixture) for n, d in config.domains.items() if d.teacher_weights},
+        device=_device(), cache_bytes=int(config.train.score_cache_mib * 2**20)))
     positions = None
     if attempt("student.model", lambda: check_model_source(config.student.model) or True):
-        found["tokenizer"] = attempt("student.model", lambda: load_tokenizer(config.student.model))
+        found["tokenizer"] = attempt("student.model", lambda: load_tokenizer(
+            config.student.model, trust_remote_code=config.student.trust_remote_code))
         if found["tokenizer"] is not None:
             positions = attempt("student.model", lambda: _positions(config.student))
     if found.get("tokenizer") is not None:
         found["renderer"] = attempt("student.model", lambda: ChatRenderer(found["tokenizer"]))
     if registry is not None:
         there = [attempt(f"teachers.{t.id}.model", lambda t=t: check_model_source(t.model) or True)
-                 for t in registry.route.teachers]
+                 for t in registry.route.teachers if t.model]
         if all(there) and found.get("tokenizer") is not None:
-            if attempt("teachers", lambda: registry.handshake(found["tokenizer"])) is not None:
+            if attempt("teachers", lambda: _handshake(config, registry, found)) is not None:
                 errors += _short_teachers(config, positions)
     train = config.train
-    if config.deepspeed.zero_stage == 3:
-        errors.append("deepspeed.zero_stage: 3 splits the weights of the student, which the sampling engine in this process "
-                      "reads whole; take 0, 1 or 2")
-    attempt("train.objective", lambda: make_objective(train.objective, train.objective_options))
+    objective = attempt("train.objective", lambda: make_objective(train.objective, train.objective_options))
+    if objective is not None:
+        gives = {name: HFTeacher.gives if t.backend == "hf" and not t.cross_tokenizer else frozenset({"sampled"})
+                 for name, t in config.teachers.items()}
+        errors += misfits(config, objective, gives | (registry.gives() if registry else {}))
     attempt("train.aggregation", lambda: aggregation_schedule(train.aggregation, train.aggregation, 0, 1))
     if train.aggregation_to is not None:
         attempt("train.aggregation_to", lambda: aggregation_schedule(train.aggregation_to, train.aggregation_to, 0, 1))
@@ -159,6 +167,28 @@ def open_launch(config: Config) -> Launch:
         manifest["selection"] = {"scores": config.selection.scores, "sha256": supplied}
     return Launch(config, found["tokenizer"], found["renderer"], registry, found["domains"], found["store"],
                   found["selector"], manifest, said)
+
+
+def compare_teachers(config: Config, domains: list[str]) -> list[Distance]:
+    """`mopd teacher compare`: the reverse KL of the student's start to every teacher, see `teachers.consistency`. Raises
+    ConfigError for what a launch would refuse."""
+    from mopd.learner.model import load_model
+    from mopd.sampling.hf import HFEngine
+
+    launch = open_launch(config)
+    store = launch.store
+    try:
+        if store is None:
+            with contextlib.suppress(StoreNotFound):
+                store = PrefixStore.open(config.store)
+        student = load_model(config.student.model, dtype=config.deepspeed.dtype,
+                             trust_remote_code=config.student.trust_remote_code)
+        return measure_distances(config, domains, student, HFEngine(student, max_batch=config.train.sampling_batch),
+                                 launch.registry.scorers(), launch.renderer, store)
+    finally:
+        launch.close()
+        if store is not None:
+            store.close()
 
 
 def selection_options(config: Config) -> SelectionOptions:
@@ -224,12 +254,38 @@ def _positions(given: StudentConfig | TeacherConfig) -> int | None:
     return getattr(shape.get_text_config(), "max_position_embeddings", None)
 
 
+def _handshake(config: Config, registry: TeacherRegistry, found: dict[str, Any]) -> int:
+    """Introduce the teachers to the student; returns the number of ids that they share. Raises TeacherError."""
+    at = config.train.objective_options.get("temperature", config.train.temperature)
+    longest: dict[str, int] = {}
+    for domain in config.domains.values():
+        for teacher in domain.teacher_weights or (domain.teacher,):
+            if config.teachers[teacher].backend != "hf":
+                longest[teacher] = max(longest.get(teacher, 0), domain.max_context_tokens)
+    renderer = found.get("renderer")
+    return registry.handshake(
+        found["tokenizer"], student=folder_identity(config.student.model, trust_remote_code=config.student.trust_remote_code),
+        stop_ids=() if renderer is None else renderer.stop_ids, longest=longest,
+        temperature=float(at) if isinstance(at, int | float) else 1.0)
+
+
+def _device() -> str:
+    """Where in-process teachers score: beside the student."""
+    import torch
+
+    if os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available():
+        return "cpu"
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+
+
 def _short_teachers(config: Config, students: int | None) -> list[str]:
     """Domains whose episodes fit the student's positions but may grow longer than their teacher can read: it would score
     them all the same, wrongly."""
     errors = []
     for name, domain in config.domains.items():
         for teacher in domain.teacher_weights or (domain.teacher,):
+            if config.teachers[teacher].backend != "hf":
+                continue  # its back end says what it reads, in the handshake
             positions = _positions(config.teachers[teacher])
             if positions is not None and positions < domain.max_context_tokens <= (students or float("inf")):
                 errors.append(f"domains.{name}.max_context_tokens: {domain.max_context_tokens} is more than the {positions} "
@@ -257,6 +313,7 @@ def check_launch(config: Config) -> dict[str, Any]:
                 "streams": stream_shares(config, name), "stored": points, "resume_turns": resume_turns(config, name)}
         selection = None if launch.selector is None else say_selection(launch.selector, config)
         return {"errors": [], "warnings": launch.warnings, "teachers": launch.manifest["teachers"], "domains": domains,
+                "handshake": {name: found.facts for name, found in launch.registry.agreements.items()},
                 "store": launch.manifest["store"], "objective": config.train.objective, "selection": selection}
     finally:
         launch.close()
@@ -288,6 +345,26 @@ def _say_teachers(domain: dict[str, Any], teachers: dict[str, Any]) -> str:
     return f"teachers {', '.join(parts)}, mixed in {mixture['kind'].replace('_', ' ')}"
 
 
+def handshake_table(handshake: dict[str, dict[str, Any]]) -> Table:
+    """What each teacher told, a line each (see teachers.handshake.Agreement.facts)."""
+    table = Table(title="teachers", title_justify="left")
+    for column in ("teacher", "back end", "model", "revision", "tokens", "ends", "template", "context", "gives"):
+        table.add_column(column, overflow="fold")
+    for name, facts in handshake.items():
+        rows = f", {facts['rows']} rows" if facts["rows"] not in (None, facts["ids"]) else ""
+        gives = [key.replace("_", " ") + ("" if value is True else f" {value}")
+                 for key, value in facts["gives"].items() if value]
+        ends = [*map(str, facts["ends"] or ["not told"]), *map(repr, facts["stop_strings"])]
+        same = "same" if facts["same_template"] else f"other ({facts['template']})"
+        template = same if facts["template"] else "not told"
+        table.add_row(*map(escape, (
+            name, facts["backend"], str(facts["model"] or ""), str(facts["revision"] or "")[:12],
+            f"{facts['tokens']} ({facts['ids']} ids{rows})", ", ".join(ends), template,
+            "not told" if facts["context_tokens"] is None else str(facts["context_tokens"]),
+            ", ".join(gives) or "sampled, full, hidden")))
+    return table
+
+
 def print_check(result: dict[str, Any]) -> None:
     """Show the result of `check_launch`."""
     console = Console(highlight=False)
@@ -297,6 +374,8 @@ def print_check(result: dict[str, Any]) -> None:
         console.print(f"[yellow]warning[/yellow] {escape(warning)}", soft_wrap=True)
     if result["errors"]:
         return
+    if result["handshake"]:
+        console.print(handshake_table(result["handshake"]))
     for name, domain in result["domains"].items():
         tasks = ", ".join(f"{n} {split}" for split, n in domain["tasks"].items())
         console.print(f"[bold]{name}[/bold]: share {domain['share']:g}, environment {domain['environment']} ({tasks} tasks), "

@@ -1,6 +1,6 @@
 """The command line. Each command checks its input before it loads anything heavy; the work is done elsewhere.
 
-Exit status: 0 done, 1 failed, 2 wrong usage or configuration.
+Exit status: 0 done, 1 failed, 2 wrong usage or configuration, 128 + N ended by signal N.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mopd.store_commands import app as store_app
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="Merge domain-expert language models into one student (MOPD²).")
-teacher_app = typer.Typer(no_args_is_help=True, help="Make domain teachers.")
+teacher_app = typer.Typer(no_args_is_help=True, help="Make and serve domain teachers.")
 app.add_typer(teacher_app, name="teacher")
 app.add_typer(store_app, name="store")
 console = Console(stderr=True, highlight=False)
@@ -31,6 +31,7 @@ ConfigPath = Annotated[Path, typer.Argument(help="YAML file; configs/ holds read
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, for example train.steps=100 seed=2")]
 Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON")]
 DEMO = Path(__file__).resolve().parent.parent / "configs" / "demo.yaml"
+SIMULATE = DEMO.with_name("simulate.yaml")
 
 
 # What the system refuses and no bug can be: a traceback would only hide which path it was.
@@ -41,11 +42,11 @@ class WrongUsage(ValueError):
     """An argument that does not fit; shown without a traceback."""
 
 
-def load(path: Path, overrides: list[str] | None):
+def load(path: Path, overrides: list[str] | None, *, plays: bool = True):
     """The checked configuration with the number of threads applied; torch is not imported yet."""
     from mopd.config import load_config
 
-    config = load_config(path, overrides or [])
+    config = load_config(path, overrides or [], plays=plays)
     if config.threads:
         os.environ["OMP_NUM_THREADS"] = str(config.threads)
     os.environ.setdefault("HF_HUB_OFFLINE", "0")
@@ -171,36 +172,122 @@ def import_command(
 
 
 @teacher_app.command("sft")
-def teacher_sft(config: ConfigPath, overrides: Overrides = None,
+def teacher_sft(config: ConfigPath,
+                words: Annotated[list[str] | None, typer.Argument(metavar="[DOMAIN…] [key=value…]",
+                                                                  help="Whose demonstrations are learnt; overrides")] = None,
                 domain: Annotated[list[str] | None, typer.Option(help="Domain(s) whose demonstrations are learnt")] = None,
                 out: Annotated[Path, typer.Option(help="Hugging Face folder to make")] = Path("teacher"),
                 baseline: Annotated[bool, typer.Option(help="The off-policy baseline: config section off_policy")] = False):
-    """Supervised training on stored demonstrations, from the student's start, router frozen."""
+    """Supervised training on demonstrations (of a store, files or experts), from the student's start, router frozen."""
     from teachers.sft import run_sft
 
-    loaded = load(config, overrides)
-    domains = domain or []
+    loaded = load(config, [word for word in words or [] if "=" in word], plays=False)
+    domains = list(dict.fromkeys([*(word for word in words or [] if "=" not in word), *(domain or [])]))
     for name in domains:
-        need_domain(config, overrides, name)
+        known_domain(loaded, name)
     run_sft(loaded, domains or list(loaded.domains), out, baseline=baseline)
+
+
+@teacher_app.command("compare")
+def teacher_compare(config: ConfigPath, overrides: Overrides = None,
+                    domain: Annotated[list[str] | None, typer.Option(help="Only these domains")] = None,
+                    as_json: Json = False):
+    """How far every teacher is from the student's start: the reverse KL per token on the student's own samples."""
+    from mopd.check import compare_teachers
+    from teachers.consistency import print_distances
+
+    loaded = load(config, overrides)
+    for name in domain or []:
+        known_domain(loaded, name)
+    found = compare_teachers(loaded, domain or list(loaded.domains))
+    if as_json:
+        print(json.dumps([distance.as_json() for distance in found]))
+    else:
+        print_distances(found)
+
+
+@teacher_app.command("serve")
+def teacher_serve(
+    source: Annotated[str, typer.Argument(metavar="MODEL | CONFIG.yaml", help="Model folder or hub id, or a configuration")],
+    teacher: Annotated[str, typer.Argument(help="Which teacher of the configuration; of a model, its name")] = "",
+    host: Annotated[str, typer.Option(help="Where to listen; beyond this machine only if you say so")] = "127.0.0.1",
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="By default the configuration's, or 8000")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; by default the checkpoint's own")] = None,
+    api_key_env: Annotated[str | None, typer.Option(help="Environment variable that holds the key")] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=2, help="Longest context; by default the model's")] = None,
+    max_logprobs: Annotated[int | None, typer.Option(min=1, help="Most log-probabilities of a position")] = None,
+    batch_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of one forward; fewer take less memory")] = None,
+    cache_gib: Annotated[int, typer.Option(min=1, help="Memory of the cache, without a GPU")] = 1,
+    memory_share: Annotated[float | None, typer.Option(help="Share of the GPU's memory")] = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code of the model's folder")] = False,
+    vllm: Annotated[list[str] | None, typer.Option(help="A further argument of vLLM, as --vllm=--enforce-eager")] = None,
+    as_json: Json = False,
+):
+    """Serve a teacher with vLLM until Ctrl-C; prints the lines for your configuration when it is ready."""
+    from teachers.serve import ServeOptions, options_from_config, serve
+
+    given = {"host": host, "port": port, "dtype": dtype, "api_key_env": api_key_env, "max_model_len": max_model_len,
+             "max_logprobs": max_logprobs, "batch_tokens": batch_tokens, "cache_gib": cache_gib,
+             "memory_share": memory_share, "trust_remote_code": trust_remote_code or None, "extra": tuple(vllm or ())}
+    if source.endswith((".yaml", ".yml")):
+        if not teacher:
+            raise WrongUsage("name the teacher of the configuration that is to be served: mopd teacher serve CONFIG TEACHER")
+        options = options_from_config(load(Path(source), None), teacher, **given)
+    else:
+        name = teacher or Path(source).name
+        options = ServeOptions(source, name, **{key: value for key, value in given.items() if value is not None})
+    if code := serve(options, as_json=as_json):
+        raise typer.Exit(code)
 
 
 @app.command()
 def collect(config: ConfigPath, overrides: Overrides = None,
-            domain: Annotated[str, typer.Option(help="Which domain's teacher plays")] = ""):
-    """A teacher plays its domain's training tasks; its sequences go into the prefix store."""
-    from teachers.collect import collect_domain
+            domain: Annotated[list[str] | None, typer.Option(help="Only these domains; may be repeated")] = None,
+            as_json: Json = False):
+    """Teachers (or experts) play their domains' training tasks; what passes the filters goes into the prefix store."""
+    from teachers import collect as collecting
 
-    collect_domain(load(config, overrides), need_domain(config, overrides, domain))
+    loaded = load(config, overrides)
+    for name in domain or []:
+        known_domain(loaded, name)
+    names = list(dict.fromkeys(domain or loaded.domains))
+    records = collecting.collect(loaded, names, lambda name: ["collect", str(config), *(overrides or []), "--domain", name],
+                                 quiet=as_json)
+    if as_json:
+        print(json.dumps([collecting.public(record) for record in records]))
+    elif len(records) > 1:
+        collecting.print_summary(records)
 
 
 @app.command()
 def train(config: ConfigPath, overrides: Overrides = None,
-          resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint, if there is one")] = True):
+          resume: Annotated[str, typer.Option(help="auto: go on from the last checkpoint, if there is one; never: start anew"
+                                              )] = "auto",
+          rollback: Annotated[int, typer.Option(min=0, help="Go back this many steps first, to a kept checkpoint")] = 0,
+          ranks: Annotated[int, typer.Option(min=1, help="Processes to start here; else see docs/distributed.md")] = 1):
     """The MOPD² run: sample, score, train; writes the student, its metrics and its checkpoints."""
-    from mopd.run import train as run_training
+    loaded = load(config, overrides)
+    if resume not in ("auto", "never"):
+        raise WrongUsage(f"--resume {resume}: auto goes on from the last checkpoint, if there is one; never starts anew")
+    if rollback and resume == "never":
+        raise WrongUsage("--rollback goes on from a checkpoint, and --resume never from none; leave one of them out")
+    if ranks > 1 and "RANK" in os.environ:
+        raise WrongUsage("--ranks starts the processes of a job itself; under torchrun or another launcher leave it out")
+    if ranks > 1:
+        from mopd.ranks import start_on_this_machine
 
-    run_training(load(config, overrides), resume=resume)
+        start_on_this_machine(ranks, ["train", str(config), *(overrides or []), "--resume", resume,
+                                      "--rollback", str(rollback)])
+    from mopd.ranks import leave
+    from mopd.run import train as run_training
+    from mopd.signals import Stopped
+
+    try:
+        run_training(loaded, resume=resume == "auto", rollback=rollback)
+    except Stopped:  # all ranks were
+        leave()
+        raise
+    leave()
 
 
 @app.command()
@@ -211,6 +298,54 @@ def average(models: Annotated[list[Path], typer.Argument(help="Hugging Face fold
 
     parameter_average(models, out)
     print(f"result: average of {len(models)} models in {out}")
+
+
+@app.command("export")
+def export_command(
+    sources: Annotated[list[Path], typer.Argument(metavar="RUN | MODEL…", help="A run's folder; else models")],
+    out: Annotated[Path, typer.Option(help="Hugging Face folder to make")],
+    step: Annotated[int | None, typer.Option(min=0, help="Its checkpoint; else the finished student, or the newest")] = None,
+    average: Annotated[bool, typer.Option("--average", help="The mean of models, a baseline")] = False,
+    interpolate: Annotated[bool, typer.Option("--interpolate", help="Between two models, by --weight")] = False,
+    weight: Annotated[float, typer.Option(min=0, max=1, help="Of the second model, with --interpolate")] = 0.5,
+    shard_size: Annotated[str, typer.Option(help="Largest weight file")] = "2GB",
+    as_json: Json = False,
+):
+    """A student of a checkpoint or a finished run, or a mean of models, as a Hugging Face folder; read back and compared."""
+    if average and interpolate:
+        raise WrongUsage("--average and --interpolate are two things; name one")
+    if interpolate and len(sources) != 2:
+        raise WrongUsage(f"--interpolate takes two models, not {len(sources)}")
+    if (average or interpolate) and step is not None:
+        raise WrongUsage("--step belongs to a run's folder; export that first, then take its mean with others")
+    if not (average or interpolate) and len(sources) != 1:
+        raise WrongUsage("one run's folder, please; or say --average or --interpolate with models")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so that it can run beside a training
+    from mopd import export_model
+
+    if average or interpolate:
+        result = export_model.export_mean(sources, out, weights=[1 - weight, weight] if interpolate else None,
+                                          shard_size=shard_size)
+    else:
+        export_model.check_target(out, shard_size)
+        student = export_model.student_folder(sources[0])
+        steps, folder = export_model.source(student, step)
+        ranks = export_model.ranks_of(folder)
+        if ranks > 1 and "RANK" not in os.environ:
+            from mopd.ranks import start_on_this_machine
+
+            start_on_this_machine(ranks, ["export", str(student), "--step", str(steps), "--out", str(out), "--shard-size",
+                                          shard_size, *(["--json"] if as_json else [])])
+        result = export_model.export_student(student, step, out, shard_size=shard_size)
+        from mopd.ranks import leave
+
+        leave()
+    if result and as_json:
+        print(json.dumps(result))
+    elif result:
+        what = f"step {result['step']}" if "step" in result else "the mean"
+        print(f"result: {what} in {out}, {len(result['files'])} weight file(s); read back, its log-probabilities differ by "
+              f"at most {result['largest_difference']:.2g} nats")
 
 
 @app.command("eval")
@@ -297,12 +432,29 @@ def report(run: Annotated[Path, typer.Argument(help="A run's folder")], as_json:
         console.print(f"Report: {page}", soft_wrap=True)
 
 
+@app.command()
+def simulate(config: Annotated[Path, typer.Argument(help="What to simulate; configs/simulate*.yaml are examples")] = SIMULATE,
+             overrides: Overrides = None,
+             plot: Annotated[Path | None, typer.Option(help="Picture to write: .png, .svg or .pdf")] = None,
+             as_json: Json = False):
+    """Plan a cluster without one: compare schedulers on a mix of sources, size engines, environments and teachers."""
+    from mopd.simulate import run_simulate
+
+    if "=" in str(config) and not config.exists():  # an override alone: the example's configuration
+        config, overrides = SIMULATE, [str(config), *(overrides or [])]
+    run_simulate(config, overrides or [], as_json=as_json, plot_to=plot)
+
+
 def need_domain(path: Path, overrides: list[str] | None, name: str) -> str:
     from mopd.config import load_config
 
-    domains = load_config(path, overrides or []).domains
-    if name not in domains:
-        raise WrongUsage(f"--domain {name or '(missing)'}: the config has the domains {', '.join(domains)}")
+    return known_domain(load_config(path, overrides or []), name)
+
+
+def known_domain(config, name: str) -> str:
+    """The name of a domain of the configuration; raises WrongUsage for another."""
+    if name not in config.domains:
+        raise WrongUsage(f"--domain {name or '(missing)'}: the config has the domains {', '.join(config.domains)}")
     return name
 
 
@@ -321,7 +473,7 @@ def main() -> None:
     except Exception as error:
         code = _fail(error)
     if code == 130:  # the command line library turns an interrupt into this status
-        goes_on = {"demo", "study", "study-prefix", "train", "teacher"} & set(sys.argv[1:2])
+        goes_on = {"demo", "study", "study-prefix", "train", "teacher", "collect"} & set(sys.argv[1:2])
         console.print("interrupted; the same command " + ("goes on from here" if goes_on else
                       "starts again, and nothing half-done is left"))
     sys.exit(code if isinstance(code, int) else 0)

@@ -18,6 +18,16 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from mopd.config_ranges import range_errors
+from mopd.config_supervised import (
+    CollectConfig,
+    ConsistencyConfig,
+    OptimizerConfig,
+    SFTConfig,
+    collect_errors,
+    one_of,
+    sft_errors,
+)
+from mopd.config_teachers import TeacherConfig, teacher_errors
 from mopd.rows import STREAMS
 
 
@@ -54,27 +64,11 @@ class DomainConfig:
 
 
 @dataclasses.dataclass
-class TeacherConfig:
-    model: str = ""  # Hugging Face folder or id
-    trust_remote_code: bool = False
-
-
-@dataclasses.dataclass
 class StudentConfig:
     model: str = ""  # Hugging Face folder or id from which the student starts
     trust_remote_code: bool = False
     freeze_router: bool = True
-
-
-@dataclasses.dataclass
-class OptimizerConfig:
-    learning_rate: float = 1e-3
-    betas: list[float] = dataclasses.field(default_factory=lambda: [0.9, 0.98])
-    weight_decay: float = 0.0
-    schedule: str = "cosine"  # constant | linear | cosine
-    warmup_steps: int = 5
-    final_fraction: float = 0.1  # learning rate at the end over the peak
-    gradient_clip: float = 1.0
+    attention: str = "auto"  # auto | sdpa | eager | flex_attention
 
 
 @dataclasses.dataclass
@@ -82,6 +76,8 @@ class DeepSpeedConfig:
     zero_stage: int = 0
     dtype: str = "float32"
     gradient_checkpointing: bool = False
+    autoep_size: int = 0  # ranks over which the experts of a Mixture-of-Experts model are spread; 0: none
+    autoep_preset: str = ""  # how its MoE layers are found; empty: by the model's type
     logits_mib: float = 256.0  # memory for a chunk of logits and what is made of them
     raw: dict[str, Any] = dataclasses.field(default_factory=dict)  # merged over the generated DeepSpeed config
 
@@ -111,26 +107,6 @@ class NoviceConfig:
     """Players of mixed quality: with this probability a turn is a random admissible action."""
 
     random_share: float = 0.6
-
-
-@dataclasses.dataclass
-class SFTConfig:
-    """Supervised training on stored demonstrations: a teacher, or the off-policy baseline."""
-
-    steps: int = 200
-    rows_per_step: int = 16  # trajectories per optimizer step
-    micro_batch_tokens: int = 4096
-    checkpoint_every: int = 50
-    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
-
-
-@dataclasses.dataclass
-class CollectConfig:
-    """Teachers play the training tasks into the prefix store."""
-
-    temperature: float = 1.0
-    batch: int = 64
-    success_only: bool = False
 
 
 @dataclasses.dataclass
@@ -184,17 +160,27 @@ class TrainConfig:
     adaptive_kl_smoothing: float = 0.9
     adaptive_patience: int = 40  # steps without a new low of the reverse KL after which a share no longer grows
     temperature: float = 1.0
+    top_p: float = 1.0  # the student samples from the likeliest ids that hold this much probability; 1: from all
+    top_k: int = 0  # from this many of the likeliest ids; 0: from all
     max_staleness: int = 4  # tokens that older weights than these many versions ago sampled are left out
     staleness_decay: float = 1.0  # weight of a token per version of age
     micro_batch_tokens: int = 4096
     sampling_batch: int = 96
     checkpoint_every: int = 50
     keep_checkpoints: int = 2
+    keep_every: int = 0  # checkpoints of steps that are multiples of it stay, also when the run is over; 0: none
+    stop_within_s: float = 120.0  # after SIGTERM or SIGINT: seconds to finish the step and save
     peak_alert: float = 7.0  # expert load over the mean
     cold_alert: float = 0.3  # share of experts with less than a tenth of the mean
     max_infra_failure_share: float = 0.5  # above it a run stops instead of training on what is left
     tensorboard: bool = False
     selftest: bool = True
+    ranks_timeout: float = 5400.0  # seconds that one process of a job waits for the others
+    max_unscored_share: float = 0.02  # of a teacher's tokens of a step; above it the run waits for the teacher
+    teacher_wait_s: float = 3600.0  # how long; 0: fail at once
+    score_cache_mib: float = 256.0  # scores of teachers behind a server that are kept
+    probe_every: int = 50  # steps between two probes of every teacher; 0: at launch only
+    probe_tolerance: float | None = None  # largest drift of a log-probability (nats); none: by the teacher's dtype
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
 
 
@@ -243,6 +229,7 @@ class Config:
     sft_domains: dict[str, SFTConfig] = dataclasses.field(default_factory=dict)  # overrides of sft by domain
     off_policy: SFTConfig = dataclasses.field(default_factory=SFTConfig)
     collect: CollectConfig = dataclasses.field(default_factory=CollectConfig)
+    consistency: ConsistencyConfig = dataclasses.field(default_factory=ConsistencyConfig)
     selection: SelectionConfig = dataclasses.field(default_factory=SelectionConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     evaluate: EvaluateConfig = dataclasses.field(default_factory=EvaluateConfig)
@@ -252,11 +239,18 @@ class Config:
     seeds: list[int] = dataclasses.field(default_factory=lambda: [1])  # training seeds of `mopd demo`
 
 
-def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: typing.Sequence[str] = (), *, plays: bool = True) -> Config:
     """Read `path` (YAML, with `include: [other.yaml, ...]` relative to it), apply `key=value` overrides, check all.
 
+    plays  False: for a command that can do without environments and teachers, whose domains then need none
     Raises ConfigError with every error found, each with its key.
     """
+    return load_as(Config, path, overrides, lambda config: semantic_errors(config, plays=plays))
+
+
+def load_as(kind: type, path: str | Path, overrides: typing.Sequence[str],
+            check: typing.Callable[[Any], list[str]]) -> Any:
+    """As `load_config`, for any dataclass `kind` of sections; `check` names what is wrong between its keys."""
     raw = _read(Path(path), ())
     errors: list[str] = []
     for item in overrides:
@@ -274,15 +268,15 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
         plain = OmegaConf.to_container(raw, resolve=False)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {_one_line(error)}") from error
-    _walk(Config, plain, "", errors)
+    _walk(kind, plain, "", errors)
     if errors:
         raise ConfigError(_message(path, errors), errors)
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), raw)
+        merged = OmegaConf.merge(OmegaConf.structured(kind), raw)
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {_one_line(error)}") from error
-    errors = semantic_errors(config)
+    errors = check(config)
     if errors:
         raise ConfigError(_message(path, errors), errors)
     return config
@@ -293,17 +287,18 @@ def to_dict(config: Config) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def semantic_errors(config: Config) -> list[str]:
-    """What is wrong between keys of a config whose types are right; each entry starts with the key."""
+def semantic_errors(config: Config, *, plays: bool = True) -> list[str]:
+    """What is wrong between keys of a config whose types are right; each entry starts with the key. Without `plays` a domain
+    may lack environment and teacher."""
     errors = []
     if not config.domains:
         errors.append("domains: no domain is configured; a run needs at least one, each with an environment and a teacher")
     for name, domain in config.domains.items():
-        if not domain.environment:
+        if not domain.environment and plays:
             errors.append(f"domains.{name}.environment: missing; name an environment or package.module:factory")
-        if not domain.teacher:
+        if not domain.teacher and plays:
             errors.append(f"domains.{name}.teacher: this domain has no teacher; name one of {_names(config.teachers)}")
-        elif domain.teacher not in config.teachers:
+        elif domain.teacher and domain.teacher not in config.teachers:
             errors.append(f"domains.{name}.teacher: no teacher '{domain.teacher}' under teachers; "
                           f"there {_names(config.teachers)}")
         errors += _mixture_errors(config, name)
@@ -320,11 +315,14 @@ def semantic_errors(config: Config) -> list[str]:
     if config.domains and sum(d.share for d in config.domains.values()) <= 0:
         errors.append("domains: the shares add up to 0; give at least one domain a positive share")
     for name, teacher in config.teachers.items():
-        if not teacher.model:
-            errors.append(f"teachers.{name}.model: missing; name a Hugging Face folder or id")
+        errors += teacher_errors(name, teacher)
     for name in config.sft_domains:
         if name not in config.domains:
             errors.append(f"sft_domains.{name}: no such domain; there is {_names(config.domains)}")
+    for key, options in (("sft", config.sft), ("off_policy", config.off_policy),
+                         *((f"sft_domains.{name}", part) for name, part in config.sft_domains.items())):
+        errors += sft_errors(options, key, config.deepspeed.zero_stage)
+    errors += collect_errors(config.collect, config.domains)
     for name in config.base.expert_shares:
         if name not in config.domains:
             errors.append(f"base.expert_shares.{name}: no such domain; there is {_names(config.domains)}")
@@ -339,6 +337,9 @@ def semantic_errors(config: Config) -> list[str]:
                 "sampling_batch", "adaptive_patience"):
         if getattr(train, key) < 1:
             errors.append(f"train.{key}: must be at least 1")
+    if train.keep_every > 0 and train.checkpoint_every > 0 and train.keep_every % train.checkpoint_every:
+        errors.append(f"train.keep_every: {train.keep_every} is not a multiple of train.checkpoint_every="
+                      f"{train.checkpoint_every}, so no checkpoint would be kept at most of its multiples")
     if train.sampled_tokens is not None and train.sampled_tokens < 1:
         errors.append(f"train.sampled_tokens: {train.sampled_tokens} must be at least 1, or null for no such budget")
     if config.study_prefix.runs_per_process < 1:
@@ -352,18 +353,21 @@ def semantic_errors(config: Config) -> list[str]:
     errors += _alpha_errors(config)
     if train.temperature <= 0:
         errors.append(f"train.temperature: {train.temperature} must be positive; greedy samples carry no density")
+    for key, top_p in (("train", train.top_p), ("collect", config.collect.top_p)):
+        if top_p == 0:
+            errors.append(f"{key}.top_p: 0 leaves nothing to sample from; it must be above 0 (1 leaves all)")
     for name in train.balance_weights:
         if name not in config.domains:
             errors.append(f"train.balance_weights.{name}: no such domain; there is {_names(config.domains)}")
     if train.balance == "fixed" and train.balance_weights and not any(train.balance_weights.values()):
         errors.append("train.balance_weights: all are 0, so no domain would be trained")
-    _one_of(errors, "train.domain_schedule", train.domain_schedule, ("static", "adaptive"))
-    _one_of(errors, "train.balance", train.balance, ("none", "fixed", "normalised"))
-    _one_of(errors, "evaluate.split", config.evaluate.split, ("train", "development", "test"))
+    one_of(errors, "train.domain_schedule", train.domain_schedule, ("static", "adaptive"))
+    one_of(errors, "train.balance", train.balance, ("none", "fixed", "normalised"))
+    one_of(errors, "evaluate.split", config.evaluate.split, ("train", "development", "test"))
     for key, optimizer in (("base", config.base.optimizer), ("sft", config.sft.optimizer), ("train", train.optimizer),
                            ("off_policy", config.off_policy.optimizer),
                            *((f"sft_domains.{name}", part.optimizer) for name, part in config.sft_domains.items())):
-        _one_of(errors, f"{key}.optimizer.schedule", optimizer.schedule, ("constant", "linear", "cosine"))
+        one_of(errors, f"{key}.optimizer.schedule", optimizer.schedule, ("constant", "linear", "cosine"))
         if optimizer.learning_rate <= 0:
             errors.append(f"{key}.optimizer.learning_rate: {optimizer.learning_rate} must be positive")
         if len(optimizer.betas) != 2:
@@ -376,12 +380,15 @@ def semantic_errors(config: Config) -> list[str]:
     for name in config.selection.quotas:
         if name not in config.domains:
             errors.append(f"selection.quotas.{name}: no such domain; there is {_names(config.domains)}")
+    if config.deepspeed.autoep_size and config.deepspeed.zero_stage == 0:
+        errors.append("deepspeed.autoep_size: spread experts need deepspeed.zero_stage 1, 2 or 3")
     if config.deepspeed.zero_stage not in (0, 1, 2, 3):
         errors.append(f"deepspeed.zero_stage: {config.deepspeed.zero_stage} is not one of 0, 1, 2, 3")
-    _one_of(errors, "deepspeed.dtype", config.deepspeed.dtype, ("float32", "bfloat16"))
+    one_of(errors, "deepspeed.dtype", config.deepspeed.dtype, ("float32", "bfloat16"))
+    one_of(errors, "student.attention", config.student.attention, ("auto", "sdpa", "eager", "flex_attention"))
     if config.deepspeed.logits_mib <= 0:
         errors.append(f"deepspeed.logits_mib: {config.deepspeed.logits_mib} must be positive")
-    _one_of(errors, "train.prefix_gradient", train.prefix_gradient, ("full", "none"))
+    one_of(errors, "train.prefix_gradient", train.prefix_gradient, ("full", "none"))
     n = len(config.domains)
     if train.domain_schedule == "adaptive" and n > 1:  # the share of a single domain never moves
         if train.adaptive_minimum * n > 1 or train.adaptive_maximum * n < 1:
@@ -394,7 +401,7 @@ def _mixture_errors(config: Config, name: str) -> list[str]:
     """A domain that several teachers score together."""
     domain, key = config.domains[name], f"domains.{name}.teacher_weights"
     errors: list[str] = []
-    _one_of(errors, f"domains.{name}.teacher_mixture", domain.teacher_mixture, ("probability", "log_space"))
+    one_of(errors, f"domains.{name}.teacher_mixture", domain.teacher_mixture, ("probability", "log_space"))
     for teacher, weight in domain.teacher_weights.items():
         if teacher not in config.teachers:
             errors.append(f"{key}.{teacher}: no teacher '{teacher}' under teachers; there {_names(config.teachers)}")
@@ -542,11 +549,6 @@ def _check(hint: Any, value: Any, key: str, errors: list[str]) -> None:
         errors.append(f"{key}: expected text, found {value!r}; put it in quotes")
 
 
-def _one_of(errors: list[str], key: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        errors.append(f"{key}: '{value}' is not one of {', '.join(allowed)}")
-
-
 def _file_name(errors: list[str], key: str, name: str) -> None:
     """Names of students and domains become folders, files and parts of metric names."""
     if not re.fullmatch(r"\w[\w.+-]*", name):
@@ -575,5 +577,6 @@ def learner_config(optimizer: OptimizerConfig, config: Config, *, log_file: str 
         minimum_ratio=optimizer.final_fraction, gradient_clipping=optimizer.gradient_clip,
         zero_stage=config.deepspeed.zero_stage, dtype=config.deepspeed.dtype, freeze_router=config.student.freeze_router,
         seed=config.seed, gradient_checkpointing=config.deepspeed.gradient_checkpointing,
+        autoep_size=config.deepspeed.autoep_size, autoep_preset=config.deepspeed.autoep_preset,
         prefix_gradient=prefix_gradient, logits_mib=config.deepspeed.logits_mib, deepspeed=config.deepspeed.raw,
         log_file=log_file)

@@ -20,14 +20,26 @@ RANGES: dict[str, dict[str, tuple[float | None, float | None]]] = {
     "BaseConfig": {"vocabulary": (1, None), "max_positions": (2, None), "micro_batch_tokens": (1, None),
                    "expert_shares": (0, None)},
     "NoviceConfig": {"random_share": (0, 1)},
-    "SFTConfig": dict.fromkeys(("steps", "rows_per_step", "micro_batch_tokens", "checkpoint_every"), (1, None)),
-    "CollectConfig": {"temperature": (0, None), "batch": (1, None)},
+    "TeacherConfig": {"tensor_parallel": (1, None), "pipeline_parallel": (1, None), "retries": (0, None),
+                      "concurrency": (1, None), "max_request_tokens": (1, None), "temperature": (0, None)},
+    "SFTConfig": dict.fromkeys(("steps", "rows_per_step", "micro_batch_tokens", "checkpoint_every"), (1, None))
+    | {"held_out_fraction": (0, 0.9)}
+    | dict.fromkeys(("evaluate_every", "evaluation_episodes", "patience"), (0, None)),
+    "LoRAConfig": {"rank": (0, None), "dropout": (0, 0.9)},
+    "CollectConfig": {"temperature": (0, None), "top_p": (0, 1), "top_k": (0, None), "batch": (1, None),
+                      "samples_per_task": (1, None), "retries": (0, None), "processes": (0, None)},
+    "ConsistencyConfig": {"points": (0, None), "threshold": (0, None)},
+    "DeepSpeedConfig": {"autoep_size": (0, None)},
     "EvaluateConfig": {"temperature": (0, None), "batch": (1, None)},
     "StudyConfig": {"seeds": (0, None)},
-    "TrainConfig": {"checkpoint_every": (1, None), "keep_checkpoints": (1, None), "adaptive_gamma": (0, None),
+    "TrainConfig": {"checkpoint_every": (1, None), "keep_checkpoints": (1, None), "keep_every": (0, None),
+                    "stop_within_s": (0, None), "adaptive_gamma": (0, None),
                     "adaptive_minimum": (0, 1), "adaptive_maximum": (0, 1), "adaptive_smoothing": (0, 1),
-                    "max_staleness": (0, None), "staleness_decay": (0, 1), "balance_weights": (0, None),
-                    "peak_alert": (0, None), "cold_alert": (0, 1)},
+                    "top_p": (0, 1), "top_k": (0, None), "max_staleness": (0, None), "staleness_decay": (0, 1),
+                    "balance_weights": (0, None),
+                    "peak_alert": (0, None), "cold_alert": (0, 1), "ranks_timeout": (1, None),
+                    "max_unscored_share": (0, 1), "teacher_wait_s": (0, None),
+                    "score_cache_mib": (0, None), "probe_every": (0, None), "probe_tolerance": (0, None)},
 }
 
 

@@ -108,6 +108,9 @@ def demonstrate_domain(config: Config, name: str, out: Path) -> None:
 
     Prints what was kept and why the rest was not. Raises ConfigError when the expert solved nothing.
     """
+    if not config.domains[name].demonstrations and not config.domains[name].novice_episodes:
+        raise ConfigError(f"domains.{name}.demonstrations: it is 0, and so is novice_episodes, so nobody would play; set "
+                          "one of them")
     domain = open_domain(config, name)
     try:
         players = (("expert", domain.config.demonstrations, 0.0, "success"),

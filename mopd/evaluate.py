@@ -41,8 +41,10 @@ def evaluate_models(config: Config, models: dict[str, str], domains: list[str], 
         for name, domain in opened.items():
             for model, folder in models.items():
                 if model not in engines:
-                    tokenizer = load_tokenizer(folder)
-                    engines[model] = (HFEngine(load_model(folder), max_batch=config.evaluate.batch), ChatRenderer(tokenizer))
+                    trusted = _trusted(config, folder)
+                    tokenizer = load_tokenizer(folder, trust_remote_code=trusted)
+                    engines[model] = (HFEngine(load_model(folder, trust_remote_code=trusted),
+                                               max_batch=config.evaluate.batch), ChatRenderer(tokenizer))
                 engine, renderer = engines[model]
                 played = play_tasks(engine, domain.pool, name, tasks[name], renderer, domain.harness,
                                     temperature=config.evaluate.temperature, seed=config.seed,
@@ -61,6 +63,11 @@ def evaluate_models(config: Config, models: dict[str, str], domains: list[str], 
     if report:
         print(f"episodes: {out}/")
     return results
+
+
+def _trusted(config: Config, folder: str) -> bool:
+    """Whether the config lets code that comes with this model run: the student's word holds for what came of it too."""
+    return config.student.trust_remote_code or any(t.trust_remote_code for t in config.teachers.values() if t.model == folder)
 
 
 def _record(model: str, domain: str, config: Config, played) -> dict:

@@ -163,6 +163,11 @@ class MetricsLog:
             for tag, value in flatten({k: v for k, v in plain.items() if k != "step"}):
                 self._tensorboard.add_scalar(tag, value, step)
 
+    def flush(self) -> None:
+        """Bring what was written to the disk: before a checkpoint, which must not be ahead of it."""
+        if self._file >= 0:
+            os.fsync(self._file)
+
     def close(self) -> None:
         """Flush to disk and close; safe to call twice."""
         if self._file >= 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,15 @@ COSTS = ("training", "sampling", "scoring", "environments", "grading")
 # environments judge the outcome themselves, so nothing is spent on grading yet
 
 
-def step_record(plan: Plan, samples: StepSamples, report, notes: list[str], wall: float) -> dict[str, Any]:
-    """The metrics of one step under the names that report and tests read. Seconds are wall-clock."""
-    metrics = report.metrics
+def step_record(plan: Plan, samples: StepSamples, report, notes: list[str], wall: float,
+                scoring: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The metrics of one step under the names that report and tests read. Seconds are wall-clock; `waiting` is the part of
+    scoring in which the run stood still for teachers behind servers. `scoring` as teachers.watch gives it."""
+    metrics, scoring = report.metrics, dict(scoring or {})
+    waiting = scoring.pop("waited_s", 0.0)
     seconds = {"training": metrics["seconds"]["training"] + metrics["seconds"]["packing"],
-               "scoring": metrics["seconds"]["scoring"], **samples.seconds, "grading": 0.0, "total": wall}
+               "scoring": metrics["seconds"]["scoring"] + waiting, **samples.seconds, "grading": 0.0, "waiting": waiting,
+               "total": wall}
     missing = sum(sum(reasons.values()) for reasons in metrics.get("missing", {}).values())
     spent = sum(seconds[name] for name in COSTS) or 1.0
     seconds["shares"] = {name: seconds[name] / spent for name in COSTS}
@@ -45,9 +50,12 @@ def step_record(plan: Plan, samples: StepSamples, report, notes: list[str], wall
             "reverse_kl_exact": numbers.get("reverse_kl"), "forward_kl": numbers.get("forward_kl"),
             "entropy_student": numbers.get("student_entropy"), "entropy_teacher": numbers.get("teacher_entropy"),
             "teacher_agreement": numbers.get("agreement"), "masked_share": numbers.get("masked_share", 0.0),
-            "clipped_share": numbers.get("clipped_share", 0.0), "unscored_share": numbers.get("unscored_share", 0.0),
+            "clipped_share": numbers.get("clipped_share", 0.0), "diagnostics": numbers.get("diagnostics", {}),
+            "unscored_share": numbers.get("unscored_share", 0.0),
             "mismatch_mean": numbers.get("mismatch_mean"), "mismatch_max": numbers.get("mismatch_max"),
-            "effective_sample_size": numbers.get("effective_sample_size"), "staleness": numbers.get("staleness", 0.0),
+            "effective_sample_size": numbers.get("effective_sample_size"),
+            "cut_share": numbers.get("cut_share", 0.0), "candidates_mean": numbers.get("candidates_mean"),
+            "staleness": numbers.get("staleness", 0.0),
             "reward": _mean([e.score for e in episodes]), "success": _mean([float(e.success) for e in episodes]),
             "turns": _mean([float(e.turns) for e in episodes]),
             "malformed": sum(e.malformed for e in episodes), "infra_failures": dict(samples.failures.get(name, {})),
@@ -64,8 +72,19 @@ def step_record(plan: Plan, samples: StepSamples, report, notes: list[str], wall
         "dropped_groups": samples.dropped_groups, "omega": metrics.get("omega", {}),
         "aggregation": metrics.get("aggregation", {}), "balance": metrics.get("balance", {}),
         "missing": metrics.get("missing", {}), "domains": domains,
-        "selection": samples.selection,
+        "selection": samples.selection, "scoring": scoring,
         "router": {**metrics.get("expert_load", {}), "alerts": metrics.get("alerts", [])}, "notes": notes}
+
+
+def add_processes(record: dict[str, Any], parts: list[dict[str, Any]]) -> None:
+    """Put into a step's record what only the processes themselves know, summed over them: `cpu` seconds of the step, and
+    `failures` of environments so far by domain and category (those that a second try mended among them)."""
+    record["seconds"]["cpu"] = sum(part["cpu"] for part in parts)
+    for name in record["domains"]:
+        total: Counter[str] = Counter()
+        for part in parts:
+            total.update(part["failures"].get(name, {}))
+        record["domains"][name]["environment_failures"] = dict(total)
 
 
 class NothingScored(RuntimeError):
@@ -78,7 +97,9 @@ class Notices:
     UNSCORED_STEPS = 3
     # a teacher may miss a step; a domain that has none of its tokens scored three times running is not being trained
 
-    def __init__(self) -> None:
+    def __init__(self, *, quiet: bool = False) -> None:
+        """quiet: raise, but say nothing (another rank says the same)."""
+        self._quiet = quiet
         self._said: set[str] = set()
         self._unscored: dict[str, int] = {}
 
@@ -86,7 +107,7 @@ class Notices:
         """metrics as LearnerStep gives them. Raises NothingScored."""
         for alert in metrics.get("alerts", []):
             kind = re.sub(r"\d+(\.\d+)?%?", "#", alert)
-            if kind not in self._said:
+            if kind not in self._said and not self._quiet:
                 self._said.add(kind)
                 print(f"step {step}: {alert} (said once; metrics.jsonl has every step)", file=sys.stderr)
         for name, numbers in metrics.get("domains", {}).items():
@@ -139,7 +160,8 @@ def _student_logprob(model: torch.nn.Module, batch, temperature: float) -> torch
 
     was_training = model.training
     model.eval()
-    logprob = PackedLM(model).per_token(batch, lambda logits, part: label_logprob(logits, part.label, temperature))
+    logprob = PackedLM(model).per_token(
+        batch, lambda logits, part: label_logprob(logits, part.label, temperature, part.candidates))
     model.train(was_training)
     return logprob
 

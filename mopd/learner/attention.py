@@ -124,10 +124,17 @@ def sliding_window(config) -> int | None:
 def _for_kernel(mask: torch.Tensor, config, dtype: torch.dtype) -> Any:
     kind = getattr(config, "_attn_implementation", "sdpa")
     if kind == "flex_attention":
+        if torch.is_grad_enabled() and not _has_backward(mask.device):
+            raise ValueError("FlexAttention has no backward pass on a CPU; take student.attention=auto (sdpa or eager) there")
         return block_mask(mask)
     if kind in ("eager", EAGER, SDPA):  # once here instead of in every layer
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
     return mask
+
+
+def _has_backward(device: torch.device) -> bool:
+    """Whether FlexAttention can be trained through on a device."""
+    return device.type != "cpu"
 
 
 def block_mask(mask: torch.Tensor):

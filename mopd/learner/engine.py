@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import logging
 import math
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from mopd.learner.experts import SpreadExperts
 from mopd.learner.forward import LossFunction, PackedLM
 from mopd.learner.moe import ExpertLoadCounter, freeze_routers, gathered, router_hash
 from mopd.learner.packing import PREFIX_GRADIENTS, MicroBatch, empty_micro_batch
+from mopd.learner.raw_keys import unread_keys
 from mopd.losses.chunked import CHUNK_BYTES
 
 SCHEDULES = ("constant", "cosine", "linear")
@@ -33,6 +37,7 @@ OWNED = {
     "gradient_clipping": "optimizer.gradient_clip", "zero_optimization.stage": "deepspeed.zero_stage",
     "train_batch_size": "micro_batch_tokens", "train_micro_batch_size_per_gpu": "micro_batch_tokens",
     "gradient_accumulation_steps": "micro_batch_tokens", "managed_gradient_accumulation": "micro_batch_tokens",
+    "expert_parallel": "deepspeed.autoep_size",
 }
 
 
@@ -46,6 +51,9 @@ class LearnerConfig:
     zero_stage          0, 1, 2 or 3
     dtype               float32 or bfloat16 (master weights and optimizer states stay float32)
     freeze_router       keep MoE routers as they are (the method's default for teachers and student)
+    autoep_size         ranks over which DeepSpeed's AutoEP spreads the experts of every MoE layer (a divisor of the number
+                        of ranks and of the number of experts); 0: every rank has all experts
+    autoep_preset       how AutoEP finds the model's MoE layers; empty: by the model's type
     prefix_gradient     full, or none: what fresh turns branch off is computed without a graph (see mopd.learner.packing)
     logits_mib          memory in MiB for the logits of both models and what is made of them; sets how many loss tokens
                         a chunk has
@@ -67,6 +75,8 @@ class LearnerConfig:
     dtype: str = "float32"
     freeze_router: bool = True
     gradient_checkpointing: bool = False
+    autoep_size: int = 0
+    autoep_preset: str = ""
     prefix_gradient: str = "full"
     logits_mib: float = CHUNK_BYTES / 2**20
     seed: int = 0
@@ -81,6 +91,10 @@ class LearnerConfig:
             found.append(f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
         if self.zero_stage not in (0, 1, 2, 3):
             found.append(f"zero_stage must be 0, 1, 2 or 3, got {self.zero_stage}")
+        if self.autoep_size < 0:
+            found.append(f"autoep_size must be 0 (off) or more, got {self.autoep_size}")
+        if self.autoep_size and self.zero_stage == 0:
+            found.append("autoep_size needs zero_stage 1, 2 or 3")
         if self.dtype not in ("float32", "bfloat16"):
             found.append(f"dtype must be float32 or bfloat16, got {self.dtype!r}")
         for key, value in dict(self.deepspeed).items():
@@ -186,19 +200,23 @@ class _Stderr(logging.Handler):
 _STDERR = _Stderr(logging.ERROR)
 
 
-def start_processes(*, shm_build: bool = False, log_file: str = "") -> tuple[int, int]:
+def start_processes(*, shm_build: bool = False, log_file: str = "", timeout: float | None = None) -> tuple[int, int]:
     """Join the process group that a launcher (torchrun, DeepSpeed, Slurm) prepared, or make one of a single process;
-    returns (rank, world size). Safe to call again."""
+    returns (rank, world size). `timeout` in seconds ends a collective for which a rank does not come (by default the
+    library's own, up to 30 minutes). Safe to call again."""
     deepspeed = import_deepspeed(shm_build=shm_build, log_file=log_file)
     from deepspeed.accelerator import get_accelerator
 
+    # DeepSpeed calls collectives by names that this torch says it will drop: once a line for every call on every rank.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     backend = get_accelerator().communication_backend_name()
     backend = "gloo" if backend == "ccl" else backend
     if not torch.distributed.is_initialized():
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             if torch.cuda.is_available():
                 torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-            torch.distributed.init_process_group(backend)
+            torch.distributed.init_process_group(
+                backend, timeout=None if timeout is None else datetime.timedelta(seconds=timeout))
         else:  # one process: a store in memory needs no port
             os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it
             torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -228,11 +246,17 @@ class Learner:
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         deepspeed = import_deepspeed(shm_build=config.shm_build, log_file=config.log_file)
+        self.experts = SpreadExperts(model, config.autoep_size) if config.autoep_size else None
         self.module = PackedLM(model, logits_bytes=int(config.logits_mib * 2**20))
+        if self.experts is not None:
+            self.module.config = model.config  # AutoEP knows a model's family by it
         self._step_norm: torch.Tensor | None = None
         self._broken = ""
         groups = _parameter_groups(self.module, config.weight_decay)
         try:
+            if config.deepspeed and (unread := unread_keys(self._deepspeed_config())):
+                said = ", ".join(key + (f" (did you mean {' or '.join(like)}?)" if like else "") for key, like in unread)
+                raise ValueError(f"it never reads the keys {said}")
             self.engine, self.optimizer, _, _ = deepspeed.initialize(
                 model=self.module,
                 model_parameters=groups,
@@ -241,8 +265,12 @@ class Learner:
                 dist_init_required=False,
             )
         except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
-            if not config.deepspeed:
+            if not config.deepspeed and not config.autoep_size:
                 raise
+            if config.autoep_size:
+                raise DeepSpeedRefuses(f"DeepSpeed cannot spread the experts (deepspeed.autoep_size={config.autoep_size}, "
+                                       f"autoep_preset={config.autoep_preset!r}, raw={dict(config.deepspeed)}): {error}"
+                                       ) from error
             raise DeepSpeedRefuses(f"DeepSpeed refuses its configuration, to which deepspeed.raw adds "
                                    f"{dict(config.deepspeed)}: {error}") from error
         self.step = 0
@@ -256,6 +284,11 @@ class Learner:
     def model(self) -> nn.Module:
         """The Hugging Face causal LM."""
         return self.module.model
+
+    @property
+    def whole(self) -> bool:
+        """Whether this process has all weights in an ordinary model, to be run and copied without the other ranks."""
+        return self.config.zero_stage < 3 and not self.config.autoep_size
 
     @property
     def device(self) -> torch.device:
@@ -276,6 +309,8 @@ class Learner:
             "bf16": {"enabled": config.dtype == "bfloat16"},
             "wall_clock_breakdown": False,
         }
+        if self.experts is not None:
+            made["expert_parallel"] = self.experts.config(config.autoep_preset, inside="model")
         for key, value in dict(config.deepspeed).items():
             if isinstance(value, dict) and isinstance(made.get(key), dict):
                 made[key] = {**made[key], **value}
@@ -289,6 +324,8 @@ class Learner:
 
     def _make_optimizer(self, groups) -> torch.optim.Optimizer:
         config = self.config
+        if self.experts is not None:
+            groups = self.experts.groups(groups)
         optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2),
                                       eps=config.epsilon, weight_decay=config.weight_decay, fused=True)
         if self._own_clipping:

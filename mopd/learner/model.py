@@ -68,9 +68,10 @@ def new_tiny_moe(config: TinyMoEConfig, *, vocabulary: int, seed: int, pad_id: i
 
 def load_model(source: str | Path, *, dtype: str | torch.dtype = "float32", experts: str = "auto",
                attention: str = "auto", trust_remote_code: bool = False,
-               device: str | torch.device = "cpu") -> nn.Module:
+               device: str | torch.device = "cpu", revision: str | None = None) -> nn.Module:
     """A causal LM from a folder (or a hub id), weights from safetensors only.
 
+    revision    of a hub id: branch, tag or commit
     experts     auto: grouped_mm where the family allows it (on CPU 2-4 times faster than the loop), else eager
     attention   auto: sdpa, or eager where the family has no sdpa or soft-caps its attention logits
     Raises ModelNotFound where a path-like source is not a folder or holds no config or safetensors, DamagedModel where
@@ -86,7 +87,8 @@ def load_model(source: str | Path, *, dtype: str | torch.dtype = "float32", expe
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            source, dtype=kind, use_safetensors=True, trust_remote_code=trust_remote_code, output_loading_info=True)
+            source, dtype=kind, use_safetensors=True, trust_remote_code=trust_remote_code, output_loading_info=True,
+            **({} if revision is None else {"revision": revision}))
     except OSError as error:
         raise ModelNotFound(f"model {source!r} cannot be loaded: {error}") from error
     except (SafetensorError, RuntimeError, ValueError) as error:
@@ -201,19 +203,23 @@ def writing(aside: Path):
 
 def publish(aside: Path, folder: Path) -> None:
     """Make a finished folder visible under its name in one rename, its bytes on disk first."""
-    for path in sorted(aside.rglob("*")):
-        if path.is_file():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+    for path in [*sorted(aside.rglob("*"), reverse=True), aside]:  # what a folder holds before the folder
+        _to_disk(path)
     old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
     aside.rename(folder)
-    descriptor = os.open(folder.parent, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    _to_disk(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def parameter_average(folders: Sequence[str | Path], out: str | Path | None = None,

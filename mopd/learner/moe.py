@@ -12,21 +12,26 @@ from torch import nn
 
 @dataclasses.dataclass(frozen=True)
 class Router:
-    """One MoE layer's router: its name in the model, the module, and the experts that it feeds."""
+    """One MoE layer's router: its name in the model, the module, and the experts that it feeds. `spread`: it is one of
+    DeepSpeed's AutoEP, and this rank holds some of the `num_experts` experts."""
 
     name: str
     module: nn.Module
     experts: nn.Module
     experts_name: str
     num_experts: int
+    spread: bool = False
 
 
 def find_routers(model: nn.Module) -> list[Router]:
     """Routers in layer order, found by shape rather than by family: a block that has `experts` (or a list of them) next
     to a `gate` or `router` whose weight is [E, H] with E the number of experts. Covers Qwen2/3-MoE, Mixtral, OLMoE,
-    DeepSeek-V2/V3 and their relatives. A dense model gives an empty list."""
+    DeepSeek-V2/V3 and their relatives, and the blocks that AutoEP puts in their place. A dense model gives an empty list."""
     found = []
     for name, block in model.named_modules():
+        if getattr(block, "_is_autoep_layer", False):
+            found.append(Router(f"{name}.router", block.router, block.experts, f"{name}.experts", block.num_experts, True))
+            continue
         experts = getattr(block, "experts", None)
         if not isinstance(experts, nn.Module):
             continue
@@ -125,7 +130,8 @@ class ExpertLoadCounter:
         self._passes = [0] * len(self.routers)
         self._handles = []
         for layer, router in enumerate(self.routers):
-            if isinstance(router.experts, nn.ModuleList):  # families that still loop over experts in the block
+            # families that still loop over experts in the block, and experts that see other ranks' tokens
+            if isinstance(router.experts, nn.ModuleList) or router.spread:
                 hook = self._from_router(layer, router)
                 self._handles.append(router.module.register_forward_hook(hook))
             else:
@@ -143,7 +149,9 @@ class ExpertLoadCounter:
         def hook(module, arguments, output):
             if not self._valid:
                 return
-            if isinstance(output, tuple) and not output[-1].is_floating_point():
+            if router.spread:
+                chosen = output[1]  # of scores, experts, counts
+            elif isinstance(output, tuple) and not output[-1].is_floating_point():
                 chosen = output[-1]
             else:
                 logits = output[0] if isinstance(output, tuple) else output

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from mopd.losses.candidates import CandidateSets, join_candidates
 from mopd.rows import Row
 
 # Per-loss-token fields in their fixed order; `weight` is filled by the step.
@@ -54,6 +55,8 @@ class MicroBatch:
     tokens             number of real tokens (valid.sum(), and of the prefix part)
     prefix_ids, prefix_valid  int64, bool [B, P] tokens that are computed without a graph, from position 0 on; or None
     extra              further tensors with one row per loss token (teacher scores), moved along by `to`
+    candidates         N CandidateSets, over which µ was renormalised and over which student and teachers are to be; None
+                       where nothing was cut off anywhere
     """
 
     input_ids: torch.Tensor
@@ -78,6 +81,7 @@ class MicroBatch:
     prefix_ids: torch.Tensor | None = None
     prefix_valid: torch.Tensor | None = None
     extra: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    candidates: CandidateSets | None = None
 
     @property
     def loss_tokens(self) -> int:
@@ -94,6 +98,7 @@ class MicroBatch:
         if rows.start == 0 and rows.stop >= self.loss_tokens:
             return self
         fields = {name: getattr(self, name)[rows] for name in TOKEN_FIELDS}
+        fields["candidates"] = None if self.candidates is None else self.candidates[rows]
         return dataclasses.replace(self, **fields, extra={name: value[rows] for name, value in self.extra.items()})
 
     def to(self, device: torch.device | str) -> MicroBatch:
@@ -104,7 +109,8 @@ class MicroBatch:
             if isinstance(value := getattr(self, f.name), torch.Tensor)
         }
         extra = {name: value.to(device, non_blocking=True) for name, value in self.extra.items()}
-        return dataclasses.replace(self, **moved, extra=extra)
+        candidates = None if self.candidates is None else self.candidates.to(device)
+        return dataclasses.replace(self, **moved, extra=extra, candidates=candidates)
 
 
 def computed_length(row: Row, prefix_gradient: str = "full") -> int:
@@ -140,7 +146,8 @@ def _needed(row: Row) -> tuple[int, int]:
 
 def check_row(row: Row) -> None:
     """Raise InvalidRow where a row breaks the data model: an action without tokens, one that starts before token 1 or
-    ends behind the trunk, trunk tokens that differ from the action's, or arrays of unequal length."""
+    ends behind the trunk, trunk tokens that differ from the action's, arrays of unequal length, or a token that is not in
+    its candidate set."""
     def bad(reason: str):
         raise InvalidRow(f"row {row.origin or '(no origin)'} of domain {row.domain!r}, stream {row.stream!r}: {reason}")
 
@@ -156,6 +163,13 @@ def check_row(row: Row) -> None:
         if len(action.behaviour_logprob) != n or len(action.version) != n:
             bad(f"action {i} has {n} tokens, {len(action.behaviour_logprob)} log-probabilities and "
                 f"{len(action.version)} versions")
+        if action.candidates is not None:
+            if len(action.candidates) != n:
+                bad(f"action {i} has {n} tokens and {len(action.candidates)} candidate sets")
+            for place, (token, ids) in enumerate(zip(action.tokens, action.candidates, strict=True)):
+                if ids is not None and not (ids == token).any():
+                    bad(f"action {i}: token {place}, id {token}, is not in its candidate set of {len(ids)} ids; the set must "
+                        "be the one that it was sampled from")
         if not action.branch:
             if action.at + n > size:
                 bad(f"action {i} covers trunk tokens [{action.at}, {action.at + n}) of a trunk of {size}")
@@ -266,6 +280,12 @@ def _flat_fields(columns) -> dict[str, torch.Tensor]:
     return flat | {"weight": torch.zeros(len(flat["label"]))}
 
 
+def _candidate_sets(rows, numbers) -> CandidateSets | None:
+    """Of the micro-batch's loss tokens, in the order in which both layouts go through rows and actions."""
+    actions = [action for i in numbers for action in rows[i].actions]
+    return join_candidates([action.candidates for action in actions], [len(action.tokens) for action in actions])
+
+
 def _whole_row(row: Row, ids, positions, seen, before: int) -> list[tuple[int, np.ndarray]]:
     """Fill one row of a part with its trunk and what branches off it; returns each action's number and the columns that
     predict its tokens. `seen` may be None where nothing branches off; its own columns start at `before`."""
@@ -316,7 +336,7 @@ def _lay_out(rows, numbers, pad_id, domain_number, stream_number) -> MicroBatch:
         input_ids=torch.from_numpy(ids), position_ids=torch.from_numpy(positions), valid=torch.from_numpy(valid),
         attention=None if seen is None else torch.from_numpy(seen[:, None]),
         trunk=0 if seen is None else min(_needed(rows[i])[0] for i in numbers),
-        tokens=int(valid.sum()), **_flat_fields(columns))
+        tokens=int(valid.sum()), candidates=_candidate_sets(rows, numbers), **_flat_fields(columns))
 
 
 def _lay_out_detached(rows, numbers, pad_id, domain_number, stream_number) -> MicroBatch:
@@ -344,7 +364,7 @@ def _lay_out_detached(rows, numbers, pad_id, domain_number, stream_number) -> Mi
         input_ids=torch.from_numpy(ids), position_ids=torch.from_numpy(positions), valid=torch.from_numpy(valid),
         attention=torch.from_numpy(seen[:, None]), prefix_ids=torch.from_numpy(prefix_ids),
         prefix_valid=torch.from_numpy(prefix_valid), tokens=int(valid.sum()) + int(prefix_valid.sum()),
-        **_flat_fields(columns))
+        candidates=_candidate_sets(rows, numbers), **_flat_fields(columns))
 
 
 def _branches_behind_points(row: Row, ids, positions, seen, before: int) -> list[tuple[int, np.ndarray]]:

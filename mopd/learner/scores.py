@@ -24,6 +24,8 @@ class Scores:
               time; a missing row is NaN throughout
     head      the teacher's output head, cut to the ids that teacher and student share
     missing   how many tokens have no usable score, by reason
+    over_candidates   `logprob` was renormalised over the micro-batch's candidate sets; a scorer that cannot leaves it
+                      False, and is of use for such tokens only by its logits or hidden states
     """
 
     teacher: str
@@ -32,6 +34,7 @@ class Scores:
     hidden: torch.Tensor | None = None
     head: Head | None = None
     missing: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    over_candidates: bool = False
 
     def scored(self) -> torch.Tensor:
         """bool [N]: which tokens have a usable score."""
@@ -42,6 +45,7 @@ class Scores:
 
 class Scorer(Protocol):
     """Scores a micro-batch. `need` is "full" (logits wanted), "sampled" (the label's log-probability is enough), or
-    "hidden" (hidden states and head), which only a scorer whose `gives` has it is asked for."""
+    "hidden" (hidden states and head), which only a scorer whose `gives` has it is asked for. Where the micro-batch has
+    candidates, log-probabilities are renormalised over them (`over_candidates`); logits and hidden states stay whole."""
 
     def __call__(self, batch: MicroBatch, *, need: str, temperature: float) -> Scores: ...

@@ -19,15 +19,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from mopd.learner.engine import Learner
+from mopd.learner.engine import Learner, StepReport
 from mopd.learner.load import expert_load
 from mopd.learner.packing import MicroBatch, pack
 from mopd.learner.scores import Scorer, Scores
 from mopd.learner.step_metrics import StepSums, TurnSums
 from mopd.losses import aggregation_schedule, domain_balance, make_objective, merge_moments, moments, step_weights
 from mopd.losses.aggregation import Mode
+from mopd.losses.balance import Moments
+from mopd.losses.candidates import CandidateSets
 from mopd.losses.chunked import Head
-from mopd.losses.objectives import OBJECTIVES, Objective, ObjectiveResult, label_logprob
+from mopd.losses.objectives import (
+    OBJECTIVES,
+    Objective,
+    ObjectiveResult,
+    checked_result,
+    label_logprob,
+    over_candidates,
+    takes_candidates,
+)
+from mopd.ranks import exchange
 from mopd.rows import STREAMS, Row
 
 OWN_STREAMS = {STREAMS.index(s) for s in ("rollout", "teacher_prefix", "sft_prefix")}
@@ -97,16 +108,17 @@ class LearnerReport:
         return self.metrics["seconds"]
 
 
-def _on_tokens(objective: Objective, arguments: dict[str, Any], chosen: torch.Tensor) -> ObjectiveResult:
+def _on_tokens(objective: Objective, name: str, arguments: dict[str, Any], chosen: torch.Tensor) -> ObjectiveResult:
     """The objective on the chosen tokens (bool [n]) alone; the others get loss 0, no gradient, and NaN or False as
     diagnostics."""
     places = (chosen.nonzero()[:, 0],)
-    result = objective(**{name: None if value is None else value[places] for name, value in arguments.items()})
+    result = checked_result(objective(**{n: None if value is None else value[places] for n, value in arguments.items()}),
+                            name, len(places[0]))
 
     def spread(values: torch.Tensor, rest: float) -> torch.Tensor:
         return values.new_full((len(chosen), *values.shape[1:]), rest).index_put(places, values)
 
-    found = {name: spread(v, math.nan if v.is_floating_point() else 0) for name, v in result.diagnostics.items()}
+    found = {n: spread(v, math.nan if v.is_floating_point() else 0) for n, v in result.diagnostics.items()}
     return ObjectiveResult(spread(result.loss, 0.0), found | {"unscored": ~chosen})
 
 
@@ -129,6 +141,7 @@ class LearnerStep:
             options.setdefault("temperature", config.temperature)
         self.objective = make_objective(config.objective, options)
         self.temperature = float(options.get("temperature", 1.0))
+        self._not_finite: dict[str, Any] = {}  # tokens of this step whose loss is not, by domain
         self._heads: dict[str, Head] = {}  # of the teachers that answer with hidden states, by domain
         missing = [d for d in self.domains if d not in self.scorers]
         if missing:
@@ -156,11 +169,13 @@ class LearnerStep:
             self.learner.skip_step()
             return LearnerReport({"step": version, "skipped": True, "loss": float("nan"), "missing": missing,
                                   "seconds": {**seconds, "training": 0.0}, "domains": {}, "streams": {}}, {}, True)
-        report = self.learner.train_step(batches, self._loss)
+        report = self._train(batches)
         sums, turns = StepSums(), TurnSums() if config.turn_scores else None
         for batch, keep, old, detail in zip(batches, include, stale, report.details, strict=True):
             fields = {name: getattr(batch, name).numpy() for name in (
                 "domain", "stream", "turn", "row", "action", "version", "behaviour_logprob", "weight")}
+            if batch.candidates is not None:
+                fields["candidates"] = batch.candidates.counts.numpy()
             loss = detail.pop("loss")
             sums.add({**fields, "loss": loss.float().cpu().numpy(), "include": keep, "stale": old}, detail,
                      version=version)
@@ -184,8 +199,10 @@ class LearnerStep:
             if need == "full" and "hidden" in getattr(scorer, "gives", ()):
                 need = "hidden"  # its logits are then made a chunk at a time, next to the student's
             scores = scorer(batch, need=need, temperature=self.temperature)
-            self._check(scores, batch, domain)
             batch.extra["teacher_scored"] = scores.scored()
+            self._check(scores, batch, domain)
+            if batch.candidates is not None and not scores.over_candidates:
+                scores.logprob = None  # of another distribution than µ's; logits or hidden states say the right one
             for name in ("logprob", "logits", "hidden"):
                 if (value := getattr(scores, name)) is not None:
                     batch.extra[f"teacher_{name}"] = value
@@ -193,6 +210,8 @@ class LearnerStep:
                 self._heads[domain] = self._heads.get(domain) or scores.head.to(self.learner.device)
             if scores.missing:
                 missing.setdefault(scores.teacher, collections.Counter()).update(scores.missing)
+        for scorer in dict.fromkeys(self.scorers.values()):
+            getattr(scorer, "rest", lambda: None)()  # a teacher may leave the device while the student trains
         return {teacher: dict(counts) for teacher, counts in sorted(missing.items())}
 
     def _check(self, scores: Scores, batch: MicroBatch, domain: str) -> None:
@@ -204,6 +223,15 @@ class LearnerStep:
             raise ValueError(f"objective {self.config.objective!r} needs the whole distribution; teacher "
                              f"{scores.teacher!r} gives the sampled token's score only. Take an in-process teacher, or "
                              "the objective 'mopd'")
+        if batch.candidates is None:
+            return
+        if not scores.over_candidates and scores.logits is None and scores.hidden is None:
+            raise ValueError(f"teacher {scores.teacher!r} of {domain!r} scores tokens over all ids, but they were sampled "
+                             "under top-p or top-k: its scores cannot be renormalised over the candidate sets. Take a "
+                             "teacher in this process, or train.top_p=1 and train.top_k=0")
+        if self.objective.needs == "sampled" and not takes_candidates(self.objective):
+            raise ValueError(f"objective {self.config.objective!r} takes no `candidates`, but its tokens were sampled under "
+                             "top-p or top-k; give its __call__ that parameter, or take train.top_p=1 and train.top_k=0")
 
     def _included(self, batches: Sequence[MicroBatch], version: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Which tokens train (scored and not stale), and which are stale, bool [N] per micro-batch."""
@@ -226,19 +254,24 @@ class LearnerStep:
         ratios = self.learner.forward_only(batches, self._log_ratio)
         parts: dict[str, list] = {d: [] for d in self.domains}
         for batch, keep, ratio in zip(batches, include, ratios, strict=True):
-            chosen = torch.from_numpy(keep & np.isin(batch.stream.numpy(), list(OWN_STREAMS)))
+            # What the objective's own mask leaves out, and what is not finite (no loss either), does not count.
+            chosen = torch.from_numpy(keep & np.isin(batch.stream.numpy(), list(OWN_STREAMS))) & torch.isfinite(ratio)
             parts[self.domains[int(batch.domain[0])]].append(moments(ratio[chosen]))
-        mine = {d: merge_moments(found) for d, found in parts.items()}
+        mine = {d: dataclasses.astuple(merge_moments(found)) for d, found in parts.items()}
         ranks = self._gather(mine)
         return domain_balance("normalised", self.domains,
-                              log_ratio={d: merge_moments(rank[d] for rank in ranks) for d in self.domains})
+                              log_ratio={d: merge_moments(Moments(*rank[d]) for rank in ranks) for d in self.domains})
 
     def _log_ratio(self, logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """log π_T − log π_θ of the labels, [n] on the CPU."""
+        """log π_T − log π_θ of the labels, [n] on the CPU; NaN where the objective's own mask leaves a token out."""
+        logits, teacher_logits, candidates = self._compared(logits, batch)
         teacher = batch.extra.get("teacher_logprob")
         if teacher is None:
-            teacher = label_logprob(self._teacher_logits(batch), batch.label, self.temperature)
-        return (teacher - label_logprob(logits, batch.label, self.temperature)).cpu()
+            teacher = label_logprob(teacher_logits, batch.label, self.temperature, candidates)
+        student = label_logprob(logits, batch.label, self.temperature, candidates)
+        if hasattr(self.objective, "leaves_out"):
+            teacher = teacher.masked_fill(self.objective.leaves_out(student, batch.behaviour_logprob), math.nan)
+        return (teacher - student).cpu()
 
     def _aggregation(self, version: int) -> Mode:
         """The aggregation at this step, {mode: share} where it moves: by steps, or by `learner.spent`, the share of the
@@ -289,50 +322,77 @@ class LearnerStep:
             return batch.extra.get("teacher_logits")
         return self._heads[self.domains[int(batch.domain[0])]].logits(hidden)
 
+    def _compared(self, logits: torch.Tensor, batch: MicroBatch
+                  ) -> tuple[torch.Tensor, torch.Tensor | None, CandidateSets | None]:
+        """Logits of student and teacher, and the candidate sets, over the ids that both have: output matrices may be padded
+        to other sizes."""
+        teacher, candidates = self._teacher_logits(batch), batch.candidates
+        width = logits.shape[-1] if teacher is None else min(logits.shape[-1], teacher.shape[-1])
+        if candidates is not None and width < logits.shape[-1]:
+            candidates = candidates.below(width)
+        return logits[:, :width], None if teacher is None else teacher[:, :width], candidates
+
     def _loss(self, logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The weighted loss of a chunk of tokens, and what the objective says of each of them."""
-        teacher = self._teacher_logits(batch)
-        width = logits.shape[-1] if teacher is None else min(logits.shape[-1], teacher.shape[-1])
-        # Output matrices padded to other sizes: the softmax runs over the ids that both have.
-        logits = logits[:, :width]
+        logits, teacher, candidates = self._compared(logits, batch)
         arguments = dict(
-            student_logits=logits, teacher_logits=None if teacher is None else teacher[:, :width],
+            student_logits=logits, teacher_logits=teacher,
             teacher_logprob=batch.extra.get("teacher_logprob"), label=batch.label,
             behaviour_logprob=batch.behaviour_logprob, outcome_advantage=batch.outcome_advantage)
         if getattr(self.objective, "advantage_student", "") == "snapshot":
             # One update per batch: the policy at the start of the step is the present one.
-            arguments["snapshot_logprob"] = label_logprob(logits.detach(), batch.label, self.temperature)
+            arguments["snapshot_logprob"] = label_logprob(logits.detach(), batch.label, self.temperature, candidates)
+        unaware = candidates is not None and not takes_candidates(self.objective)
+        if candidates is not None and not unaware:
+            arguments["candidates"] = candidates
         scored = batch.extra["teacher_scored"]
-        if self.config.objective in OBJECTIVES or bool(scored.all()):
-            result = self.objective(**arguments)
+        name = self.config.objective
+        if name in OBJECTIVES or bool(scored.all()):
+            result = checked_result(self.objective(**arguments), name, len(logits))
         else:  # an objective of the user's own need not know of missing scores: it is not shown them
-            result = _on_tokens(self.objective, arguments, scored)
+            result = _on_tokens(self.objective, name, arguments, scored)
+        if unaware:  # the gauges compare with µ whatever the objective does
+            result = ObjectiveResult(result.loss, over_candidates(
+                dict(result.diagnostics), logits, teacher, arguments["teacher_logprob"], batch.label, self.temperature,
+                candidates))
         # Tokens without weight may carry anything (a missing score): select before arithmetic.
         kept = torch.where(batch.weight != 0, result.loss, 0.0)
-        return (kept * batch.weight).sum(), {"loss": kept.detach(), **result.diagnostics}
+        lost = (~torch.isfinite(kept.detach())).sum()
+        domain = self.domains[int(batch.domain[0])]
+        self._not_finite[domain] = self._not_finite.get(domain, 0) + lost
+        return (kept * batch.weight).sum(), {**result.diagnostics, "loss": kept.detach()}
+
+    def _train(self, batches: Sequence[MicroBatch]) -> StepReport:
+        """The learner's step; where the loss is not finite, the error says whose tokens gave it on this rank."""
+        self._not_finite = {}
+        try:
+            return self.learner.train_step(batches, self._loss)
+        except FloatingPointError as error:
+            found = {domain: int(count) for domain, count in self._not_finite.items() if int(count)}
+            if not found:
+                raise
+            said = ", ".join(f"{count} tokens of {domain}" for domain, count in found.items())
+            raise FloatingPointError(f"{error}. {self.config.objective} gave losses that are not finite for {said}"
+                                     ) from error
 
     # Reports
 
     def _gather(self, mine: Any) -> list[Any]:
-        """One value of every rank, in rank order."""
-        if self.learner.world_size == 1:
-            return [mine]
-        found: list[Any] = [None] * self.learner.world_size
-        torch.distributed.all_gather_object(found, mine)
-        return found
+        """One value of every rank, in rank order; values as `mopd.encoding.encode` takes them."""
+        return exchange(mine, self.learner.world_size, device=self.learner.device)
 
     def _turn_scores(self, mine: TurnSums) -> dict[tuple[int, int], dict[str, float]]:
         total = TurnSums()
-        for part in self._gather(mine):
-            total.merge(part)
+        for part in self._gather(mine.plain()):
+            total.merge(TurnSums.of(part))
         return total.scores()
 
     def _over_ranks(self, sums: StepSums, missing: dict[str, dict[str, int]]):
         if self.learner.world_size == 1:
             return sums, missing
         total, counts = StepSums(), {}
-        for part, lost in self._gather((sums, missing)):
-            total.merge(part)
+        for part, lost in self._gather((sums.plain(), missing)):
+            total.merge(StepSums.of(part))
             for teacher, reasons in lost.items():
                 counts.setdefault(teacher, collections.Counter()).update(reasons)
         return total, {teacher: dict(reasons) for teacher, reasons in sorted(counts.items())}

@@ -19,6 +19,8 @@ MEANS = {
     "student_entropy": "student_entropy", "teacher_entropy": "teacher_entropy", "agreement": "agreement",
 }
 SHARES = ("masked", "clipped", "unscored", "infinite")
+UNNAMED = {*MEANS.values(), *SHARES, "loss", "student_logprob", "teacher_logprob"}
+# diagnostics that are no further number of the objective's own
 
 
 @dataclasses.dataclass
@@ -29,6 +31,7 @@ class CellSums:
     sums, counts      of every diagnostic, over the tokens where it is known (finite)
     ratio, ratio_squared, known_ratio   Σρ, Σρ², number, ρ = π_θ/µ: the effective sample size is (Σρ)²/(n Σρ²)
     gap, largest_gap  Σ and max of |log π_θ − log µ|
+    cut, candidates   tokens of which top-p or top-k cut ids off, and the ids that it left of them, summed
     depth             actions by turn number
     """
 
@@ -45,6 +48,8 @@ class CellSums:
     gap: float = 0.0
     largest_gap: float = 0.0
     staleness: float = 0.0
+    cut: int = 0
+    candidates: int = 0
     depth: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
 
     def merge(self, other: CellSums) -> None:
@@ -63,9 +68,14 @@ class CellSums:
         found = {"tokens": self.tokens, "trained_tokens": self.trained, "weight": self.weight, "loss": self.loss,
                  "stale_tokens": self.stale, "actions": sum(self.depth.values()),
                  "depth": {str(k): self.depth[k] for k in sorted(self.depth)}}
+        found["cut_share"] = self.cut / self.tokens if self.tokens else 0.0
+        if self.cut:
+            found["candidates_mean"] = self.candidates / self.cut
         for name in MEANS:
             if self.counts[name]:
                 found[name] = self.sums[name] / self.counts[name]
+        found["diagnostics"] = {name: self.sums[name] / count for name, count in sorted(self.counts.items())
+                                if name not in MEANS and count}
         for name in SHARES:
             found[f"{name}_share"] = self.sums[name] / self.tokens if self.tokens else 0.0
             if name in ("unscored", "infinite"):
@@ -108,6 +118,17 @@ class TurnSums:
             sums = [np.bincount(action, weights, minlength=len(keys)) for weights in (np.where(known, values, 0.0), known)]
             self.parts[name].append(np.stack(sums, axis=1))
 
+    def plain(self) -> tuple[list[np.ndarray], dict[str, list[np.ndarray]]]:
+        """For `of`, in values that go to another process (see mopd.encoding)."""
+        return self.keys, self.parts
+
+    @classmethod
+    def of(cls, plain: tuple[list[np.ndarray], dict[str, list[np.ndarray]]]) -> TurnSums:
+        """What `plain` was made of."""
+        sums = cls()
+        sums.keys, sums.parts = plain
+        return sums
+
     def merge(self, other: TurnSums) -> None:
         self.keys += other.keys
         for name, parts in other.parts.items():
@@ -144,7 +165,8 @@ class StepSums:
         self.cells: dict[tuple[int, int], CellSums] = {}
 
     def add(self, tokens: Mapping[str, np.ndarray], diagnostics: Mapping[str, torch.Tensor], *, version: int) -> None:
-        """Take one micro-batch's tokens: its per-loss-token fields with `loss`, `include` and `stale`."""
+        """Take one micro-batch's tokens: its per-loss-token fields with `loss`, `include` and `stale`, and where ids were cut
+        off `candidates`, int [N] how many were left (0: all)."""
         found = {name: value.detach().float().cpu().numpy() for name, value in diagnostics.items()}
         gap = found["student_logprob"].astype(np.float64) - tokens["behaviour_logprob"] if "student_logprob" in found \
             else np.full(len(tokens["domain"]), np.nan)
@@ -160,13 +182,17 @@ class StepSums:
                 stale=int((here & tokens["stale"]).sum()), weight=float(tokens["weight"][here].sum(dtype=np.float64)),
                 loss=float((tokens["weight"] * tokens["loss"])[here].sum(dtype=np.float64)),
                 depth=collections.Counter(tokens["turn"][here & first].tolist()))
-            for name, source in MEANS.items():
+            own = {name: name for name, values in found.items() if name not in UNNAMED and values.ndim == 1}
+            for name, source in (MEANS | own).items():
                 if source in found:
                     values = found[source][here & np.isfinite(found[source])]
                     part.sums[name], part.counts[name] = float(values.sum(dtype=np.float64)), len(values)
             for name in SHARES:
                 if name in found:
                     part.sums[name] = float(found[name][here].sum(dtype=np.float64))
+            if "candidates" in tokens:
+                part.cut = int((tokens["candidates"][here] > 0).sum())
+                part.candidates = int(tokens["candidates"][here].sum())
             some = gap[here & known]
             if len(some):
                 ratio = np.exp(np.clip(some, -80.0, 80.0))
@@ -176,6 +202,20 @@ class StepSums:
                 part.staleness = float((version - tokens["version"][here & known]).sum())
             key = (int(cell) // streams, int(cell) % streams)
             self.cells.setdefault(key, CellSums()).merge(part)
+
+    def plain(self) -> dict[tuple[int, int], dict]:
+        """For `of`, in values that go to another process (see mopd.encoding)."""
+        return {key: {f.name: dict(value) if isinstance(value := getattr(part, f.name), dict) else value
+                      for f in dataclasses.fields(part)} for key, part in self.cells.items()}
+
+    @classmethod
+    def of(cls, plain: Mapping[tuple[int, int], Mapping]) -> StepSums:
+        """What `plain` was made of."""
+        sums = cls()
+        for key, fields in plain.items():
+            sums.cells[key] = CellSums(**{name: collections.Counter(value) if isinstance(value, dict) else value
+                                          for name, value in fields.items()})
+        return sums
 
     def merge(self, other: StepSums) -> None:
         for key, part in other.cells.items():

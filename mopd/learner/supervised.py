@@ -15,9 +15,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from mopd.learner.checkpoint import latest, load_checkpoint, save_checkpoint
+from mopd.learner.best import Evaluation, Evaluations
+from mopd.learner.checkpoint import load_checkpoint, save_checkpoint, sound
 from mopd.learner.engine import Learner, LearnerConfig, StepReport
 from mopd.learner.packing import MicroBatch, pack, row_cost, spread
+from mopd.ranks import exchange
 from mopd.rows import Action, Row
 from prefix_store.trajectory import Sequence as Trajectory
 
@@ -34,6 +36,7 @@ class SupervisedConfig:
     token_budget   padded tokens per micro-batch
     save_every     steps between checkpoints (0: none)
     evaluate_every steps between calls of the evaluation callback (0: only at the end)
+    patience       evaluations without a new best after which the run ends (0: it never does)
     """
 
     steps: int = 0
@@ -44,13 +47,14 @@ class SupervisedConfig:
     seed: int = 0
     save_every: int = 0
     evaluate_every: int = 0
+    patience: int = 0
     learner: LearnerConfig = dataclasses.field(default_factory=LearnerConfig)
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
     """Where a run is: after `step` of `total` steps; `loss` is the step's mean cross-entropy in nats per token, `report`
-    what the learner said about the step."""
+    what the learner said about the step, `evaluation` what an evaluation after it found, if there was one."""
 
     step: int
     total: int
@@ -58,12 +62,15 @@ class Progress:
     seconds_left: float
     tokens_per_second: float
     report: StepReport
+    evaluation: Evaluation | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class SupervisedResult:
     """losses [steps] in nats per token, seconds, trained (loss) tokens and computed tokens of this call; `first_step`
-    is where it started (after a resume); `evaluations` (step, what the callback returned)."""
+    is where it started (after a resume) and `steps` how many were made in all; `evaluations` [(step, Evaluation)] are
+    those of the whole run, and `best` the one whose weights the model has now, None without any; `stopped_early`: no new
+    best came for `patience` evaluations."""
 
     losses: list[float]
     seconds: float
@@ -71,8 +78,10 @@ class SupervisedResult:
     tokens: int
     first_step: int
     steps: int
-    evaluations: list[tuple[int, object]]
+    evaluations: list[tuple[int, Evaluation]]
     expert_counts: torch.Tensor
+    best: tuple[int, Evaluation] | None = None
+    stopped_early: bool = False
 
 
 def row_of_text(tokens: np.ndarray, *, domain: str, origin: str = "") -> Row:
@@ -173,25 +182,29 @@ def cross_entropy(logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor
 def train_supervised(
     model: nn.Module, rows: Sequence[Row], config: SupervisedConfig, *, pad_id: int,
     progress: Callable[[Progress], None] | None = None,
-    evaluate: Callable[[int], object] | None = None,
+    evaluate: Callable[[int], Evaluation] | None = None,
     checkpoint_folder: str | Path | None = None,
 ) -> SupervisedResult:
     """Train `model` in place with mean next-token cross-entropy over each step's loss tokens.
 
     rows             what to train; several transcripts share a micro-batch
     progress         called after every step on rank 0
-    evaluate         called with the step number every `evaluate_every` steps and at the end
-    checkpoint_folder  with `save_every`: where to save, and to go on from when something is there
+    evaluate         called with the step number every `evaluate_every` steps and at the end, on rank 0. With it the model
+                     ends with the weights of its best evaluation
+    checkpoint_folder  where to save every `save_every` steps and after every evaluation, and to go on from when something
+                     is there: the result is that of the uninterrupted run
     """
     plan = BatchPlan(rows, config)
     total = plan.steps
     domains = sorted({row.domain for row in rows})
     learner = Learner(model, config=config.learner, total_steps=total, pad_id=pad_id)
     try:
-        if checkpoint_folder is not None and (found := latest(checkpoint_folder)):
-            load_checkpoint(learner, found)
+        kept = Evaluations(model, None if checkpoint_folder is None else Path(checkpoint_folder) / "best",
+                           patience=config.patience, writes=learner.rank == 0)
+        if checkpoint_folder is not None and (found := sound(checkpoint_folder, quiet=learner.rank != 0)):
+            kept.load(load_checkpoint(learner, found).get("evaluations", []))
         first = learner.step
-        losses, evaluations, tokens, loss_tokens = [], [], 0, 0
+        losses, tokens, loss_tokens = [], 0, 0
         counts = torch.zeros_like(learner.expert_loads.counts)
         started = time.perf_counter()
         while learner.step < total:
@@ -209,22 +222,41 @@ def train_supervised(
             loss_tokens += report.loss_tokens
             counts += report.expert_counts
             done = learner.step
-            if config.save_every and checkpoint_folder is not None and done % config.save_every == 0 and done < total:
-                save_checkpoint(learner, checkpoint_folder, {})
+            evaluation = None
+            if evaluate is not None and (
+                    done == total or (config.evaluate_every and done % config.evaluate_every == 0)):
+                evaluation = _evaluate(learner, evaluate)
+                kept.add(done, evaluation)
+                torch.distributed.barrier()  # the best weights are on disk for every rank
+            ends = done == total or kept.over
             if progress is not None and learner.rank == 0:
                 spent = time.perf_counter() - started
                 each = spent / (done - first)
-                progress(Progress(done, total, report.loss, each * (total - done), tokens / spent, report))
-            due = done == total or (config.evaluate_every and done % config.evaluate_every == 0)
-            if evaluate is not None and due:
-                model.eval()
-                evaluations.append((done, evaluate(done)))
+                progress(Progress(done, total, report.loss, each * (total - done), tokens / spent, report, evaluation))
+            if ends:
+                break
+            # After the callback, so that what it writes down is never behind a checkpoint.
+            if checkpoint_folder is not None and (
+                    evaluation is not None or (config.save_every and done % config.save_every == 0)):
+                save_checkpoint(learner, checkpoint_folder, {"evaluations": kept.state()})
+                kept.tidy()
         learner.check_routers()
-        seconds = time.perf_counter() - started
+        seconds, steps = time.perf_counter() - started, learner.step
     finally:
         learner.close()
         model.eval()
-    return SupervisedResult(losses, seconds, loss_tokens, tokens, first, total, evaluations, counts)
+    kept.restore(model)
+    return SupervisedResult(losses, seconds, loss_tokens, tokens, first, steps, kept.history, counts, kept.best, kept.over)
+
+
+def _evaluate(learner: Learner, evaluate: Callable[[int], Evaluation]) -> Evaluation:
+    """The evaluation of the learner's present weights: rank 0 makes it, every rank is told."""
+    learner.model.eval()
+    found = evaluate(learner.step) if learner.rank == 0 else None
+    if learner.world_size == 1:
+        return found
+    mine = None if found is None else (tuple(found.rank), found.record)
+    return Evaluation(*exchange(mine, learner.world_size, device=learner.device)[0])
 
 
 def mean_cross_entropy(model: nn.Module, rows: Sequence[Row], *, pad_id: int,

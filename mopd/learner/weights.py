@@ -14,15 +14,15 @@ LAYOUTS = ("module", "checkpoint")
 
 
 def named_weights(learner: Learner, *, layout: str = "module") -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of every parameter, tied ones once; under ZeRO-3 gathered one at a time, so every rank must
-    consume the iterator.
+    """(name, tensor) of every parameter, tied ones once; under ZeRO-3, and where experts are spread over ranks, gathered one
+    at a time, so every rank must consume the iterator.
 
     layout  module: names of the module in memory (what an in-process Transformers engine takes), no copies outside
             ZeRO-3; checkpoint: names as saved (one matrix per expert), what vLLM's loaders take
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
-    weights = _module_weights(learner.model)
+    weights = _module_weights(learner.model) if learner.experts is None else learner.experts.named_weights(learner.model)
     return weights if layout == "module" else _as_saved(learner.model, dict(weights)).__iter__()
 
 

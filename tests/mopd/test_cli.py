@@ -51,7 +51,7 @@ def test_a_wrong_config_is_2_and_says_everything_once(run, tiny_run):
 @pytest.mark.parametrize("command, words", [
     (["train", "{config}", "student.model=nowhere/at/all"], "no model folder at nowhere/at/all"),
     (["demonstrate", "{config}", "--domain", "web"], "--domain web: the config has the domains embodied, game"),
-    (["collect", "{config}"], "--domain (missing)"),
+    (["collect", "{config}", "--domain", "web"], "--domain web: the config has the domains embodied, game"),
     (["collect", "{config}", "store=nowhere", "--domain", "game"], "no prefix store at nowhere"),
     (["teacher", "sft", "{config}", "--domain", "web"], "--domain web"),
     (["teacher", "sft", "{config}", "store=nowhere"], "no prefix store at nowhere"),
@@ -66,6 +66,12 @@ def test_a_wrong_config_is_2_and_says_everything_once(run, tiny_run):
     (["store", "info", "/no/where"], "/no/where does not exist"),
     (["store", "show", "/no/where", "abc"], "/no/where does not exist"),
     (["average", "/no/where", "--out", "/tmp/x"], "no model folder at /no/where"),
+    (["train", "{config}", "--resume", "maybe"], "--resume maybe: auto goes on"),
+    (["train", "{config}", "--resume", "never", "--rollback", "2"], "leave one of them out"),
+    (["export", "/no/where", "--out", "x"], "no student has been trained here"),
+    (["export", "{base}", "{other}", "--out", "x"], "say --average or --interpolate"),
+    (["export", "{base}", "--interpolate", "--out", "x"], "takes two models, not 1"),
+    (["export", "{base}", "{other}", "--average", "--out", "x"], "config.json differs in"),
     (["average", "{base}", "{other}", "--out", "x"], "has other parameters than"),
 ])
 def test_what_cannot_be_is_2_and_one_message(run, tiny_run, wider, command, words, tmp_path, monkeypatch):
@@ -95,7 +101,7 @@ def test_store_commands(run, tiny_run):
     store = tiny_run.folder / "store"
     code, out, _ = run("store", "info", store, "--json")
     assert code == 0 and json.loads(out)["domains"]["game"]["expert"]["sequences"] == 6
-    assert "sequences: 25" in run("store", "info", store)[1]
+    assert "25 sequences" in run("store", "info", store)[1]
     assert run("store", "verify", store)[0] == 0
     assert json.loads(run("store", "verify", store, "--json")[1]) == {"sequences": 25, "problems": []}
 
@@ -185,8 +191,8 @@ def test_a_broken_run_is_1_with_a_traceback_only_for_bugs(run, tiny_run, monkeyp
     monkeypatch.setattr(module, "train", stop)
     code, _, err = run("train", tiny_run.path)
     assert code == 130 and "goes on from here" in err
-    monkeypatch.setattr("teachers.collect.collect_domain", stop)  # which keeps no checkpoint
-    code, _, err = run("collect", tiny_run.path, "--domain", "game")
+    monkeypatch.setattr("mopd.domains.demonstrate_domain", stop)  # which keeps nothing of what it began
+    code, _, err = run("demonstrate", tiny_run.path, "--domain", "game")
     assert code == 130 and "starts again" in err
 
 

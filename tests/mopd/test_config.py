@@ -119,7 +119,7 @@ def test_every_contradiction_in_one_message(write):
     "evaluate.batch=0", "evaluate.temperature=-1", "novice.random_share=2", "sft.rows_per_step=0", "off_policy.steps=-1",
     "sft_domains.game.optimizer.learning_rate=-1", "base.expert_shares.game=-1", "base.max_positions=0", "seeds=[]",
     "study.seeds=[1,1]", "seeds=[-1]", "train.balance_weights.game=-1", "train.balance_weights.web=1", "train.name=../evil",
-    "train.name=''"])
+    "train.name=''", "train.keep_every=-50", "train.keep_every=70", "train.stop_within_s=-1"])
 def test_a_number_or_name_out_of_range_is_refused_before_any_work(write, override):
     key = override.split("=")[0]
     errors = errors_of(write(), override)

@@ -151,7 +151,7 @@ def test_no_store_is_needed_for_rollouts_alone(tiny_run):
     ("train.aggregation=mean", "train.aggregation", "token_mean"),
     ("train.adaptive_kl_smoothing=1", "train.domain_schedule", "kl_smoothing"),
     ("train.optimizer.gradient_clip=-1", "train.optimizer.gradient_clip", "at least 0"),
-    ("deepspeed.zero_stage=3", "deepspeed.zero_stage", "take 0, 1 or 2"),
+    ("deepspeed.autoep_size=2", "deepspeed.autoep_size", "zero_stage 1, 2 or 3"),
     ("selection.strategy=best", "selection", "uniform_depth"),
     ("selection.draw=twice", "selection", "distinct"),
     ("domains.game.environment=textworld", "domains.game.environment", "textworld_express"),
@@ -321,4 +321,19 @@ def test_a_teacher_that_cannot_play_is_an_error(tiny_run, tmp_path, admissible, 
         store.commit("empty")
     with pytest.raises(collect.NothingCollected, match="java_died.: 3"):
         collect.collect_domain(tiny_run.config(f"run={tmp_path}", f"store={tmp_path / 'store'}"), "game")
-    assert not (tmp_path / "collected").exists() and len(PrefixStore.open(tmp_path / "store")) == 0
+    assert not list((tmp_path / "collected").glob("*.json")) and len(PrefixStore.open(tmp_path / "store")) == 0
+
+
+def test_an_objective_that_has_no_use_is_refused_with_the_reason(errors):
+    (error,) = errors("train.objective=sampled_kl", "train.objective_options={estimator: k1}")
+    assert error.startswith("train.objective: objective 'sampled_kl': k1 = log p − log q cannot be a loss")
+    assert "Use 'k2'" in error
+    (error,) = errors("train.objective=mopd", "train.objective_options={temperature: 2}")
+    assert error.startswith("train.objective_options.temperature: ")
+
+
+def test_a_mixture_that_its_teachers_cannot_give(errors, monkeypatch):
+    monkeypatch.setattr("teachers.scoring.hf.HFTeacher.gives", frozenset({"sampled"}))
+    (error,) = errors("train.objective=mopd", "domains.game.teacher_weights={game: 1, embodied: 1}",
+                      "domains.game.teacher_mixture=log_space")
+    assert error.startswith("domains.game.teacher_mixture: log_space needs every teacher's whole distribution")

@@ -10,9 +10,12 @@ import torch
 
 from mopd import selftest as st
 from mopd.learner.forward import PackedLM
-from mopd.losses.objectives import ObjectiveResult, label_logprob
+from mopd.learner.packing import TOKEN_FIELDS
+from mopd.losses import make_objective
+from mopd.losses.objectives import OBJECTIVES, ObjectiveResult, label_logprob
 from mopd.losses.policy import sampled_kl
 from teachers.scoring.hf import HFTeacher
+from teachers.scoring.mixture import MixtureScorer
 from tests.mopd.learner.test_step import DOMAINS, build
 from tests.mopd.learner.tiny import VOCABULARY, make_model
 
@@ -33,13 +36,99 @@ def run(**changes):
 
 @pytest.mark.parametrize("objective", [
     ("forward_kl", {}), ("jsd", {"beta": 0.3}), ("mopd", {"advantage_student": "snapshot"}), ("sampled_kl", {}),
-    ("reverse_kl", {"support": "top_k", "k": 8}),
+    ("reverse_kl", {"support": "top_k", "k": 8}), ("forward_kl", {"support": "top_k", "k": 8, "tail": "renormalise"}),
 ])
 def test_sound_parts_pass(objective):
     checks = run(objective=objective[0], objective_options=objective[1])
     assert not failed(checks)
     assert {c.name for c in checks} == {"alignment", "shift", "split", "mask", "identity", "signal", "enumeration"}
     st.require(checks)
+
+
+def test_a_dropped_tail_has_a_gradient_between_equal_models_and_is_launched_all_the_same():
+    checks = run(objective="reverse_kl", objective_options={"support": "top_k", "k": 8, "tail": "drop"})
+    assert not failed(checks)
+    [identity] = [c for c in checks if c.name == "identity"]
+    assert identity.passed is None and identity.measured > 1e-3
+
+
+@pytest.mark.parametrize("kind,objective", [("probability", "mopd"), ("log_space", "mopd"), ("log_space", "jsd")])
+def test_a_mixture_is_tested_as_the_one_teacher_that_it_is(kind, objective):
+    parts = [HFTeacher(make_model("qwen3_moe", seed=7 + i), teacher=f"t{i}") for i in range(2)]
+    mixture = MixtureScorer(parts, [1, 3], kind)
+    checks = run(scorers=dict.fromkeys(DOMAINS, mixture), objective=objective)
+    assert not failed(checks)
+    assert {c.name for c in checks if c.subject == "teacher 0.25 t0 + 0.75 t1"} == {"mask", "split", "alignment", "shift"}
+
+
+@pytest.mark.parametrize("family,tied,prefix_gradient", [
+    ("qwen3", True, "none"), ("gemma2", False, "none"), ("mistral_window", True, "full"), ("mimo_v2_flash", False, "full")])
+def test_heads_families_and_layouts(family, tied, prefix_gradient):
+    """Tied and untied heads, soft caps, windows, sinks, and prefixes without a graph, as the run would lay them out."""
+    checks = run(model=make_model(family, tie_word_embeddings=tied) if family != "mimo_v2_flash" else make_model(family),
+                 training={"prefix_gradient": prefix_gradient})
+    assert not failed(checks)
+
+
+def label_shift(batch):
+    return dataclasses.replace(batch, label=batch.label.roll(1))
+
+
+def source_one_late(batch):
+    """Every token is read from the row after the one that predicts it."""
+    return dataclasses.replace(batch, source_index=(batch.source_index + 1).clamp(max=batch.input_ids.numel() - 1))
+
+
+def mask_one_short(batch):
+    """The last token of every action carries no loss, as where a mask is cut with the labels' shift."""
+    key = batch.row * 100 + batch.action
+    last = torch.ones(len(key), dtype=torch.bool)
+    last[:-1] = key[1:] != key[:-1]
+    return batch_of(batch, ~last)
+
+
+def mask_one_early(batch):
+    """The token before every action in its place: what the environment said is trained."""
+    flat = batch.input_ids.reshape(-1)
+    return dataclasses.replace(batch, label=flat[batch.source_index], source_index=(batch.source_index - 1).clamp(min=0))
+
+
+def masks_of_other_rows(batch):
+    return batch if batch.attention is None else dataclasses.replace(batch, attention=batch.attention.roll(1, 0))
+
+
+def batch_of(batch, kept):
+    fields = {name: getattr(batch, name)[kept] for name in TOKEN_FIELDS}
+    return dataclasses.replace(batch, **fields)
+
+
+@pytest.mark.parametrize("fault,check", [
+    (label_shift, "alignment"), (label_shift, "shift"), (source_one_late, "alignment"), (mask_one_short, "mask"),
+    (mask_one_early, "alignment"), (masks_of_other_rows, "split")])
+def test_a_fault_in_the_layout_is_found_in_student_and_teachers(fault, check, monkeypatch):
+    real = st.pack
+    monkeypatch.setattr(st, "pack", lambda *args, **options: [fault(batch) for batch in real(*args, **options)])
+    found = failed(run())
+    assert (check, "student") in found and (check, "teacher") in found
+
+
+def test_a_missing_score_that_is_read_as_certainty_is_found(monkeypatch):
+    def certain(**given):
+        given["teacher_logits"] = torch.nan_to_num(given["teacher_logits"], nan=0.0)
+        return make_objective("forward_kl")(**given)
+
+    certain.needs = "full"
+    monkeypatch.setitem(OBJECTIVES, "certain", lambda: certain)
+    assert failed(run(objective="certain")) == {("mask", "certain")}
+
+
+def test_a_divergence_that_is_not_zero_between_equal_models_is_found(monkeypatch):
+    def hot(**given):
+        return make_objective("forward_kl")(**{**given, "student_logits": given["student_logits"] / 1.1})
+
+    hot.needs = "full"
+    monkeypatch.setitem(OBJECTIVES, "hot", lambda: hot)
+    assert failed(run(objective="hot")) == {("identity", "hot")}
 
 
 class ShiftedTeacher(HFTeacher):

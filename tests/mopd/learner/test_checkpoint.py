@@ -8,7 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from mopd.learner.checkpoint import CheckpointError, Checkpoints, checkpoints, latest, load_checkpoint, read_state
+from mopd.learner.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    checkpoints,
+    close_folder,
+    cut_after,
+    damage,
+    latest,
+    load_checkpoint,
+    own_folder,
+    read_state,
+    sound,
+)
 from mopd.learner.engine import Learner, LearnerConfig
 from mopd.learner.packing import pack
 from mopd.rows import STREAMS
@@ -78,8 +90,8 @@ def test_dropout_is_drawn_again_after_a_resume(tmp_path):
 
 
 def test_half_written_and_foreign_checkpoints(tmp_path):
-    assert latest(tmp_path) is None and Checkpoints(tmp_path / "none").load(None) is None
     learner = learner_of()
+    assert latest(tmp_path) is None and Checkpoints(tmp_path / "none").load(learner) is None
     kept = Checkpoints(tmp_path, keep=2)
     for step in (1, 2, 3):
         train(learner, step - 1, step)
@@ -108,9 +120,89 @@ def test_half_written_and_foreign_checkpoints(tmp_path):
     learner.close()
 
 
+@pytest.fixture
+def three(tmp_path):
+    """Checkpoints of steps 0, 1 and 2, and the learner that wrote them."""
+    learner = learner_of()
+    for step in range(3):
+        train(learner, max(step - 1, 0), step)
+        Checkpoints(tmp_path, keep=3).save(learner, step, {"step": step})
+    yield learner, tmp_path
+    learner.close()
+
+
+def test_damage_is_named_and_the_one_before_is_taken(three, capsys):
+    learner, folder = three
+    newest = folder / "step-2"
+    assert damage(newest) == "" == damage(newest, 1, 2) and sound(folder) == newest
+    weights = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    name, whole = str(weights.relative_to(newest)), weights.read_bytes()
+
+    weights.write_bytes(whole[:-7])
+    assert damage(newest) == f"{name} has {len(whole) - 7} bytes instead of {len(whole)}"
+    assert sound(folder) == folder / "step-1"
+    said = capsys.readouterr().err
+    assert str(newest) in said and name in said and "the one before it is taken" in said
+
+    weights.write_bytes(whole[:1000] + bytes([whole[1000] ^ 1]) + whole[1001:])
+    assert f"{name} is not what was written" in damage(newest)
+    found = [damage(newest, rank, 2) for rank in range(2)]
+    assert sorted(map(bool, found)) == [False, True], "each file is read by one of two ranks"
+    weights.unlink()
+    assert damage(newest) == f"{name} is missing"
+    weights.write_bytes(whole)
+    assert damage(newest) == ""
+
+    state = (newest / "state.json").read_text()
+    (newest / "state.json").write_text(state.replace('"step": 2', '"step": 1'))
+    assert "state.json is not what was written" in damage(newest)
+    (newest / "state.json").write_text(state[: len(state) // 2])
+    assert damage(newest)
+    assert Checkpoints(folder).load(learner) == (1, {"step": 1}) and "step-2 is damaged" in capsys.readouterr().err
+    train(learner, 1, 2)
+    Checkpoints(folder).save(learner, 2, {"step": "again"})  # replaces the damaged one
+    assert sound(folder) == newest and read_state(newest) == {"step": "again"}
+
+
+def test_later_steps_go_when_the_run_goes_on_from_an_earlier_one(three):
+    learner, folder = three
+    load_checkpoint(learner, folder / "step-0")
+    train(learner, 0, 1)
+    Checkpoints(folder, keep=2).save(learner, 1, {})
+    assert [step for step, _ in checkpoints(folder)] == [0, 1], "step 2 belongs to a future that was left"
+
+
+def test_what_is_cut_is_not_loaded_and_goes_with_the_next(three):
+    learner, folder = three
+    assert cut_after(folder, 0) == [1, 2] and sound(folder) == folder / "step-0"
+    assert len(list(folder.iterdir())) == 3, "nothing is lost yet"
+    load_checkpoint(learner, folder / "step-0")
+    train(learner, 0, 1)
+    Checkpoints(folder).save(learner, 1, {})
+    assert sorted(p.name for p in folder.iterdir()) == ["step-0", "step-1"]
+
+
+def test_milestones_stay_until_the_run_is_started_anew(tmp_path, capsys):
+    learner = learner_of()
+    own = own_folder(tmp_path, "me")
+    for step in range(1, 6):
+        learner.skip_step()
+        Checkpoints(own, keep=1, keep_every=2).save(learner, step, {})
+    learner.close()
+    assert [step for step, _ in checkpoints(own)] == [2, 4, 5]
+    close_folder(own, 2)
+    assert [step for step, _ in checkpoints(own)] == [2, 4]
+    assert own_folder(tmp_path, "me") == own and not own.exists() and "a run that is over" in capsys.readouterr().err
+    for name in (own.name, f".{own.name}.removing"):  # what a kill in the midst of this leaves
+        (tmp_path / name / "step-1").mkdir(parents=True)
+    close_folder(own, 0)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_killed_save_leaves_no_trace_for_the_next(tmp_path):
     learner = learner_of()
-    (tmp_path / ".step-0.writing").mkdir(parents=True)
+    for name in (".step-0.writing", ".step-9.removing", ".step-3.old-17"):
+        (tmp_path / name / "engine").mkdir(parents=True)
     Checkpoints(tmp_path).save(learner, 0, {})
     assert [p.name for p in tmp_path.iterdir()] == ["step-0"]
     learner.close()

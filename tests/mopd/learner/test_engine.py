@@ -132,6 +132,15 @@ def test_raw_keys_that_deepspeed_does_not_take_are_named():
     assert "must be a mapping" in str(caught.value)
 
 
+def test_raw_keys_that_deepspeed_never_reads_are_named():
+    """A misspelt key would do nothing without a word; a known one that is read otherwise passes."""
+    said = "never reads the keys zero_optimisation .did you mean zero_optimization."
+    with pytest.raises(DeepSpeedRefuses, match=said) as caught:
+        Learner(make_model("qwen3"), total_steps=1, config=LearnerConfig(
+            deepspeed={"zero_optimisation": {"offload": True}, "flops_profiler": {"enabled": False}, "dump_state": False}))
+    assert "flops_profiler (" not in str(caught.value) and "dump_state (" not in str(caught.value)
+
+
 @pytest.mark.parametrize("raw, key, instead", [
     ({"train_batch_size": 7}, "train_batch_size", "micro_batch_tokens"), ({"bf16": {"enabled": True}}, "bf16", "dtype"),
     ({"zero_optimization": {"stage": 1}}, "zero_optimization.stage", "deepspeed.zero_stage")])
@@ -236,8 +245,9 @@ torch.distributed.destroy_process_group()  # or gloo's threads may still run whe
 SPLITS = [2, 7, 0, 6]  # rows on rank 0 of 7; once all are there, once none
 
 
+@pytest.mark.timeout(900)
 def test_two_ranks_with_other_token_counts_equal_one_process(tmp_path):
-    out = run_python(RANKS, processes=2, SCRATCH=str(tmp_path))
+    out = run_python(RANKS, processes=2, timeout=600, SCRATCH=str(tmp_path))
     results = json.loads(out[out.index("RESULT") + 6 :])
     expected, weights = {}, {}
     for tied in (False, True):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from mopd.learner import attention
 from mopd.learner.attention import EAGER, SDPA, attention_argument, block_mask
 from mopd.learner.engine import Learner, LearnerConfig
 from mopd.learner.forward import PackedLM
@@ -169,4 +170,36 @@ def test_block_mask_says_what_the_dense_mask_says():
     assert torch.equal(blocks.mask_mod(b, 0, q, k), mask[:, 0])
     config = make_model("qwen3").config
     config._attn_implementation_internal = "flex_attention"
-    assert type(attention_argument(config, batch, torch.float32)).__name__ == "BlockMask"
+    with torch.no_grad():
+        assert type(attention_argument(config, batch, torch.float32)).__name__ == "BlockMask"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mistral_window"])
+def test_flex_attention_is_exact_too(family, monkeypatch):
+    """Transformers' FlexAttention with our block masks, logits and gradients, by torch's uncompiled form of it, which runs on
+    a CPU; the compiled one has no backward pass there, so it is refused."""
+    from torch.nn.attention import flex_attention
+
+    rows = rows_of()
+    model = make_model(family).train()
+    expected = repeated_prefix_logits(model, rows)
+    expected.square().sum().backward()
+    theirs = gradients(model)
+    model.set_attn_implementation("flex_attention")
+    batches = packed(rows, 80)
+    assert len(batches) > 1
+    with pytest.raises(ValueError, match="no backward pass on a CPU; take student.attention=auto"):
+        PackedLM(model)(batches[0])
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(attention, "_has_backward", lambda *_: True)
+    torch.compiler.set_stance("force_eager")
+    try:
+        found = torch.cat([PackedLM(model)(batch) for batch in batches])
+        found.square().sum().backward()
+    finally:
+        torch.compiler.set_stance("default")
+    key = torch.cat([batch.row for batch in batches]) * 100 + torch.cat([batch.action for batch in batches])
+    torch.testing.assert_close(found[torch.argsort(key, stable=True)], expected, rtol=1e-4, atol=2e-5)
+    mine = gradients(model)
+    largest = max(g.abs().max() for g in theirs.values())
+    assert all((mine[name] - theirs[name]).abs().max() < 1e-5 * largest for name in theirs)

@@ -20,6 +20,7 @@ from mopd.losses.objectives import diagnose
 from mopd.metrics import clean
 from mopd.rows import STREAMS
 from teachers.scoring.hf import HFTeacher
+from teachers.scoring.mixture import MixtureScorer
 from tests.mopd.learner.test_engine import run_python
 from tests.mopd.learner.tiny import branch_row, make_model, mixed_rows, repeated_prefix_logits, rollout_row
 
@@ -41,8 +42,9 @@ def build(scorers=None, model=None, training=None, **changes):
         total_steps=5,
         config=LearnerConfig(learning_rate=1e-2, schedule="constant", gradient_clipping=0.0, **training or {}),
     )
-    if scorers is None:
-        scorers = {d: HFTeacher(make_model("qwen3_moe", seed=7 + i), teacher=f"t_{d}") for i, d in enumerate(DOMAINS)}
+    if scorers is None or isinstance(scorers, str):  # a teacher per domain, or all of them mixed
+        made = {d: HFTeacher(make_model("qwen3_moe", seed=7 + i), teacher=f"t_{d}") for i, d in enumerate(DOMAINS)}
+        scorers = made if scorers is None else dict.fromkeys(DOMAINS, MixtureScorer(list(made.values()), [1, 3], scorers))
     config = StepConfig(**{"stream_share": STREAM_SHARE, "token_budget": 150, **changes})
     return LearnerStep(learner, domains=DOMAINS, scorers=scorers, config=config)
 
@@ -202,6 +204,7 @@ def test_normalised_balance_uses_the_students_own_deviation():
             teacher = torch.log_softmax(repeated_prefix_logits(make_model("qwen3_moe", seed=7 + d), cell), -1)
             ratios[domain] = (teacher - student).gather(1, label[:, None])[:, 0]
     everything = torch.cat(list(ratios.values())).std(correction=0)
+    step.objective.bounds = (0.0, math.inf)  # nothing is masked
     report = step(rows, shares=SHARES)
     for domain, ratio in ratios.items():
         assert report.metrics["balance"][domain] == pytest.approx(
@@ -249,16 +252,41 @@ OPTIONS = (
     {},
     {"balance": "normalised", "objective": "mopd", "aggregation": "turn_mean"},
     {"training": {"prefix_gradient": "none", "zero_stage": 3, "logits_mib": 0.01}, "balance": "normalised"},
+    {"scorers": "log_space", "objective": "jsd", "objective_options": {"support": "top_k", "k": 5, "beta": 0.02},
+     "aggregation": "prompt_mean", "turn_scores": True},
 )
+
+
+def cut_rows():
+    """rows_of, sampled under top-k: most tokens with a candidate set, actions without any among them."""
+    rng = np.random.default_rng(3)
+
+    def cut(action):
+        if rng.random() < 0.2:
+            return action
+        sets = [None if rng.random() < 0.2 else np.unique([*rng.integers(2, 61, 5), token]).astype(np.int32)
+                for token in action.tokens]
+        return dataclasses.replace(action, candidates=tuple(sets), behaviour_logprob=action.behaviour_logprob + 1)
+    return [dataclasses.replace(row, actions=tuple(map(cut, row.actions))) for row in rows_of()]
+
+
+def splits(number, rows):
+    """How many rows rank 0 has, of each step of OPTIONS[number]: some, and with the first options all."""
+    return (3, len(rows)) if number == 0 else (3,)
+
+
+def rows_for(number):
+    """Candidate sets where the balance reads log-ratios, so that those are renormalised too."""
+    return cut_rows() if number == 1 else rows_of()
 RANKS = """
 import json, os
 from tests.mopd.learner.test_step import *
 rank = int(os.environ["RANK"])
-rows = rows_of()
 found = []
-for options in OPTIONS:
+for number, options in enumerate(OPTIONS):
+    rows = rows_for(number)
     step = build(**options)
-    for split in (3, len(rows)):
+    for split in splits(number, rows):
         report = step(rows[:split] if rank == 0 else rows[split:], shares=SHARES, step=0)
         found.append(comparable(report))
 if rank == 0:
@@ -280,18 +308,25 @@ def comparable(report):
         game["mismatch_max"],
         game["tokens"],
         game["actions"],
+        game["cut_share"],
+        game.get("candidates_mean", 0.0),
         *report.metrics["balance"].values(),
+        *(value for scores in report.turn_scores.values() for value in scores.values()),
     ]
 
 
+@pytest.mark.timeout(900)
 def test_two_ranks_give_one_process_numbers(tmp_path):
     expected = []
-    for options in OPTIONS:
+    for number, options in enumerate(OPTIONS):
+        rows = rows_for(number)
         step = build(**options)
-        for _ in range(2):
-            expected.append(comparable(step(rows_of(), shares=SHARES, step=0)))
+        for _ in splits(number, rows):
+            expected.append(comparable(step(rows, shares=SHARES, step=0)))
         step.learner.close()
-    out = run_python(RANKS, processes=2, SCRATCH=str(tmp_path))
+    assert expected[2][9] > 0 and len(expected[-1]) > len(expected[0])  # sets and turn scores are among what is compared
+    # Several times what it takes alone: others may run on the machine too.
+    out = run_python(RANKS, processes=2, timeout=600, SCRATCH=str(tmp_path))
     found = json.loads(out[out.index("RESULT") + 6 :])
     for mine, theirs in zip(expected, found, strict=True):
         assert theirs == pytest.approx(mine, rel=5e-4, abs=1e-6)
@@ -311,7 +346,8 @@ def test_the_size_of_the_chunks_changes_nothing(objective, options):
         step._loss = lambda logits, batch, inner=inner, calls=calls: calls.append(len(logits)) or inner(logits, batch)
         report = step(rows_of(), shares=SHARES)
         step.learner.close()
-        numbers = {f"{s}/{k}": v for s, cell in report.metrics["streams"].items() for k, v in cell.items() if k != "depth"}
+        numbers = {f"{s}/{k}": v for s, cell in report.metrics["streams"].items()
+                   for k, v in (cell | cell["diagnostics"]).items() if k not in ("depth", "diagnostics")}
         found.append((report.loss, report.metrics["gradient_norm"], numbers))
         assert max(calls) <= 4 if mib < 1 else max(calls) > 30
     assert found[0][:2] == pytest.approx(found[1][:2], rel=1e-5)
@@ -346,3 +382,20 @@ def test_a_teacher_that_answers_with_logits_gives_the_same_as_one_with_hidden_st
     assert a.loss == pytest.approx(b.loss, rel=1e-5) and a.metrics["balance"] == pytest.approx(b.metrics["balance"], rel=1e-4)
     assert a.metrics["gradient_norm"] == pytest.approx(b.metrics["gradient_norm"], rel=1e-5)
     assert a.reverse_kl == pytest.approx(b.reverse_kl, rel=1e-4)
+
+
+def test_what_the_objective_masks_is_not_in_the_balance():
+    """METHOD section 3: σ is that of unmasked tokens. Masked in a domain's rows, tokens count as if they were not there."""
+    rows = [rollout_row(np.random.default_rng(i), size=20, turns=3, domain=DOMAINS[i % 2], group=i) for i in range(4)]
+    near = {"correction": "mask", "bounds": [1e-6, 1e6]}
+
+    def far(row):
+        first, *rest = row.actions
+        first = dataclasses.replace(first, behaviour_logprob=np.full(len(first.tokens), -60, np.float32))
+        return dataclasses.replace(row, actions=(first, *rest))
+    found = []
+    for given in ([far(rows[0]), *rows[1:]], [dataclasses.replace(rows[0], actions=rows[0].actions[1:]), *rows[1:]], rows):
+        step = build(objective="mopd", objective_options=near, balance="normalised")
+        found.append(step(given, shares=SHARES).metrics["balance"])
+        step.learner.close()
+    assert found[0] == pytest.approx(found[1], rel=1e-6) and found[0] != pytest.approx(found[2], rel=1e-3)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from mopd.learner.best import Evaluation
 from mopd.learner.engine import LearnerConfig
 from mopd.learner.moe import router_hash
 from mopd.learner.packing import pack
@@ -59,13 +60,13 @@ def test_loss_is_the_mean_over_the_steps_tokens_and_falls():
         config(steps=12, evaluate_every=5),
         pad_id=0,
         progress=seen.append,
-        evaluate=lambda step: evaluated.append(step) or step,
+        evaluate=lambda step: evaluated.append(step) or Evaluation((step,), {}),
     )
     assert result.losses[0] == pytest.approx(by_hand, rel=1e-5)
     assert mean_cross_entropy(model, rows, pad_id=0)["game"] < 0.5 * start
     assert router_hash(model) == before
     assert [p.step for p in seen] == list(range(1, 13)) and seen[-1].seconds_left == 0 and seen[0].total == 12
-    assert evaluated == [5, 10, 12] and result.evaluations == [(s, s) for s in evaluated]
+    assert evaluated == [5, 10, 12] and [s for s, _ in result.evaluations] == evaluated and result.best[0] == 12
     assert not model.training
     trained = train_supervised(model, rows, config(steps=1, learner={"freeze_router": False}), pad_id=0)
     assert router_hash(model) != before and trained.steps == 1
