@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -87,6 +88,7 @@ def verify_store(store: PrefixStore) -> VerifyReport:
             continue
         except DamagedData as error:
             problems.append(Problem("", version_key(number), str(error)))
+    problems += _problems_of_groups(store.storage)
     entries = store._manifest["segments"]
     checked = 0
     for entry in entries:
@@ -99,6 +101,20 @@ def verify_store(store: PrefixStore) -> VerifyReport:
     leftovers = tuple(store.storage.asides()[0])
     quarantined = tuple(store.quarantined())
     return VerifyReport(store.version, len(entries), checked, tuple(problems), leftovers, unnamed, quarantined)
+
+
+def _problems_of_groups(storage: Storage) -> list[Problem]:
+    """What is wrong with the two group files around the segments. This program reads no data from them, but other Zarr
+    programs find the segments through them."""
+    problems = []
+    for key in ("zarr.json", "segments/zarr.json"):
+        try:
+            group = json.loads(storage.read(key))
+            if not isinstance(group, dict) or (group.get("zarr_format"), group.get("node_type")) != (3, "group"):
+                problems.append(Problem("", key, "is not the description of a Zarr v3 group"))
+        except (OSError, ValueError) as error:
+            problems.append(Problem("", key, f"cannot be read: {getattr(error, 'strerror', None) or error}"))
+    return problems
 
 
 def problems_of_segment(storage: Storage, entry: dict) -> list[Problem]:

@@ -59,6 +59,16 @@ def test_a_flipped_bit_in_any_file_is_found_and_blamed_on_sequences_of_its_segme
     assert PrefixStore.open(store_path).verify().ok
 
 
+@pytest.mark.parametrize("key", ["zarr.json", "segments/zarr.json"])
+def test_damaged_group_files_are_found(store_path, key):
+    store = PrefixStore.open(store_path)  # its own file is read when a store is opened
+    (store_path / key).write_text('{"zarr_format": 3, "node_type": "array"}')
+    assert [p.place for p in store.verify().problems] == [key]
+    (store_path / key).unlink()
+    (problem,) = store.verify().problems
+    assert problem.place == key and "cannot be read" in problem.message and len(store) == 84
+
+
 def test_exactly_the_sequences_in_the_damaged_chunk_are_named_and_refused(store_path):
     folder = segment_folders(store_path)[0]
     flip(folder / "tokens" / "c.0", 100)  # inside the first chunk of 4096 tokens
