@@ -25,6 +25,7 @@ from mopd.config_supervised import (
     SFTConfig,
     collect_errors,
     one_of,
+    play_errors,
     sft_errors,
 )
 from mopd.config_teachers import TeacherConfig, teacher_errors
@@ -323,6 +324,9 @@ def semantic_errors(config: Config, *, plays: bool = True) -> list[str]:
                          *((f"sft_domains.{name}", part) for name, part in config.sft_domains.items())):
         errors += sft_errors(options, key, config.deepspeed.zero_stage)
     errors += collect_errors(config.collect, config.domains)
+    for name, domain in config.domains.items():
+        if (teacher := config.teachers.get(domain.teacher)) is not None and not teacher.cross_tokenizer:
+            errors += play_errors(config.collect, name, domain.teacher, teacher.backend)
     for name in config.base.expert_shares:
         if name not in config.domains:
             errors.append(f"base.expert_shares.{name}: no such domain; there is {_names(config.domains)}")

@@ -113,6 +113,20 @@ def collect_errors(options: CollectConfig, domains: Collection[str]) -> list[str
     return errors
 
 
+def play_errors(options: CollectConfig, domain: str, teacher: str, backend: str) -> list[str]:
+    """What keeps the teacher of a domain from playing it through its back end at the settings of `collect`. vLLM tells the
+    log-probabilities of what it sampled, but not which ids top-p and top-k left."""
+    if options.player != "teacher" or backend == "hf":
+        return []
+    errors = [f"collect.{key}: domain {domain}'s teacher '{teacher}' plays through the back end '{backend}', which does not "
+              f"tell which ids {said} left; take {usual}, or teachers.{teacher}.backend=hf"
+              for key, said, usual in (("top_p", "top-p", 1.0), ("top_k", "top-k", 0)) if getattr(options, key) != usual]
+    temperature = options.temperatures.get(domain)
+    if temperature is not None and 0 < temperature < 0.01:
+        errors.append(f"collect.temperatures.{domain}: {temperature:g}; vLLM samples at 0 (greedy) or from 0.01 on")
+    return errors
+
+
 def one_of(errors: list[str], key: str, value: str, allowed: tuple[str, ...]) -> None:
     """Add an error where `value` is none of the allowed words."""
     if value not in allowed:

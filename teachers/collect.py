@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mopd.config import Config, ConfigError
+from mopd.config_supervised import play_errors
 from mopd.domains import Domain, close_domains, open_domains
 from mopd.environments.base import Task
 from mopd.environments.demonstrations import demonstrate
@@ -36,7 +37,8 @@ from prefix_store.store import StoreNotFound, check_fingerprint
 from prefix_store.trajectory import Sequence as Trajectory
 from prefix_store.trajectory import Source
 from teachers.demonstrations import DomainRows, render_transcripts
-from teachers.registry import model_revision
+from teachers.playing import VLLMEngine
+from teachers.registry import TeacherRegistry, TeacherSpec, model_revision
 
 
 class NothingCollected(RuntimeError):
@@ -66,7 +68,8 @@ class Batch:
 
 
 class TeacherPlayer:
-    """The teacher of a domain in this process, at its temperature. Raises ConfigError for a teacher that cannot sample."""
+    """The teacher of a domain at its temperature, whatever back end it has: a model or vLLM in this process, or servers.
+    Raises ConfigError for a teacher that cannot sample what the store takes."""
 
     def __init__(self, config: Config, name: str):
         options = config.domains[name]
@@ -76,38 +79,66 @@ class TeacherPlayer:
             raise ConfigError(f"domains.{name}.teacher: '{self.id}' has another tokenizer than the student "
                               f"(teachers.{self.id}.cross_tokenizer), so what it writes cannot be stored in the student's "
                               "tokens; let experts play (collect.player=expert), or import its transcripts (`mopd import`)")
-        if self.teacher.backend != "hf":
-            raise ConfigError(f"domains.{name}.teacher: '{self.id}' answers through the back end '{self.teacher.backend}', "
-                              f"which scores and does not play; set teachers.{self.id}.backend=hf with its folder in "
-                              f"teachers.{self.id}.model, or let the expert play (collect.player=expert)")
+        if not self.teacher.model:
+            raise ConfigError(f"teachers.{self.id}.model: missing; to play domain {name} it takes the folder or hub id of "
+                              "what its servers serve, for its tokenizer and chat template")
+        if errors := play_errors(config.collect, name, self.id, self.teacher.backend):
+            raise ConfigError("; ".join(errors))
         check_model_source(self.teacher.model)
+        self.spec = TeacherSpec.from_config(self.id, self.teacher, dtype="float32")
         self.revision = model_revision(self.teacher.model)
         self.source = Source("teacher", self.id, self.revision)
         self.temperature = config.collect.temperatures.get(name, self.teacher.temperature)
         if self.temperature is None:
             self.temperature = config.collect.temperature
         self.renderer = ChatRenderer(load_tokenizer(self.teacher.model, trust_remote_code=self.teacher.trust_remote_code))
-        self._engine: HFEngine | None = None
+        self._engine: HFEngine | VLLMEngine | None = None
+        self._model_config: Any = None
 
     @property
-    def engine(self) -> HFEngine:
-        """Loaded when the first batch is played: a collection that is whole needs no weights."""
-        if self._engine is None:
-            model = load_model(self.teacher.model, dtype=self.teacher.dtype or "float32",
-                               trust_remote_code=self.teacher.trust_remote_code)
-            self._engine = HFEngine(model, max_batch=self.config.collect.batch)
+    def engine(self) -> HFEngine | VLLMEngine:
+        """Loaded or connected when the first batch is played: a collection that is whole needs neither weights nor servers.
+        Raises TeacherError, TokenizerMismatch or TeacherUnreachable where vLLM's teacher does not fit or answer."""
+        if self._engine is None and self.teacher.backend == "hf":
+            model = load_model(self.teacher.model, dtype=self.spec.dtype, trust_remote_code=self.teacher.trust_remote_code)
+            self._engine, self._model_config = HFEngine(model, max_batch=self.config.collect.batch), model.config
+        elif self._engine is None:
+            from transformers import AutoConfig
+
+            self._model_config = AutoConfig.from_pretrained(self.teacher.model,
+                                                            trust_remote_code=self.teacher.trust_remote_code)
+            self._engine = VLLMEngine(self._introduced(), max_batch=self.config.collect.batch)
         return self._engine
+
+    def _introduced(self) -> Any:
+        """Its back end, once it is known to be the teacher that the student and the store speak with."""
+        student = self.config.student
+        tokenizer = load_tokenizer(student.model, trust_remote_code=student.trust_remote_code)
+        registry = TeacherRegistry([self.spec], {self.name: self.id})
+        try:
+            registry.handshake(tokenizer, stop_ids=self.renderer.stop_ids,
+                               longest={self.id: self.config.domains[self.name].max_context_tokens})
+        except BaseException:
+            registry.close()
+            raise
+        return registry.backend(self.spec)
+
+    def close(self) -> None:
+        """Give the connection, or vLLM's memory, back."""
+        if isinstance(self._engine, VLLMEngine):
+            self._engine.close()
 
     def play(self, domain: Domain, specs: list[EpisodeSpec], batch: Batch) -> list[Trajectory]:
         """Play `specs`; failures and retries are counted in `batch`."""
         harness = domain.harness
         if self.teacher.max_tokens is not None:
             harness = dataclasses.replace(harness, max_turn_tokens=self.teacher.max_tokens)
+        engine = self.engine
         domain.pool.prefetch([s.task for s in specs])
-        episodes = play_episodes(self.engine, {self.name: domain.pool}, specs, self.renderer, {self.name: harness},
+        episodes = play_episodes(engine, {self.name: domain.pool}, specs, self.renderer, {self.name: harness},
                                  temperature=self.temperature, top_p=self.config.collect.top_p,
                                  top_k=self.config.collect.top_k, source=self.source, retries=self.config.collect.retries,
-                                 fingerprint=self.renderer.fingerprint(self.engine.model.config))
+                                 fingerprint=self.renderer.fingerprint(self._model_config))
         for episode in episodes:
             batch.retried += episode.attempts - 1
             if episode.failure:
@@ -125,6 +156,9 @@ class ExpertPlayer:
         check_model_source(config.student.model)
         self.renderer = ChatRenderer(load_tokenizer(config.student.model, trust_remote_code=config.student.trust_remote_code))
         self.revision = ""
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     def play(self, domain: Domain, specs: list[EpisodeSpec], batch: Batch) -> list[Trajectory]:
         tasks, found = [spec.task for spec in specs], {}
@@ -161,7 +195,8 @@ def collect_domain(config: Config, name: str, *, quiet: bool = False) -> dict[st
 
     Writes RUN/collected/NAME.json with what was kept and why the rest was not; returns the same. What an earlier call with
     the same config committed is not played again. Raises NothingCollected where nothing was kept, ConfigError for a player,
-    store or environment that is not there, CollectBusy where another process is at it.
+    store or environment that is not there, CollectBusy where another process is at it, TeacherUnreachable where no server of
+    the teacher answers, TeacherError where one is not this teacher.
     """
     player = (ExpertPlayer if config.collect.player == "expert" else TeacherPlayer)(config, name)
     try:
@@ -180,6 +215,7 @@ def collect_domain(config: Config, name: str, *, quiet: bool = False) -> dict[st
         try:
             record = _collect(config, opened[name], player, folder)
         finally:
+            player.close()
             close_domains(opened)
     if not quiet:
         print(f"result: {say(record)}")
@@ -252,7 +288,7 @@ def _identity(config: Config, name: str, player: Any, specs: list[EpisodeSpec]) 
              options.player, options.top_p, options.top_k, options.batch, options.success_only, options.min_score,
              {key: getattr(domain, key) for key in ("environment", "options", "system_prompt", "max_turns", "max_turn_tokens",
                                                     "max_context_tokens")},
-             getattr(getattr(player, "teacher", None), "max_tokens", None),
+             *(getattr(getattr(player, "teacher", None), key, None) for key in ("max_tokens", "backend")),
              [[s.task.name, s.task.split, s.task.seed, s.seed] for s in specs]]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 

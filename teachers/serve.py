@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 from mopd.progress import Progress, human_seconds
 from teachers.scoring.requests import TeacherError
+from teachers.scoring.turns import MODE, MODE_FLAG
 
 # How long a server may take until it answers; a large model on a slow disk needs minutes.
 START_SECONDS = 1800.0
@@ -122,6 +123,8 @@ def command(options: ServeOptions, *, on_cpu: bool) -> list[str]:
              "--enable-scale-out",
              # The checkpoint's own generation defaults (penalties, top-p) are for those who sample.
              "--generation-config", "vllm",
+             # Of a turn that it writes the log-probabilities of the policy that wrote it; scores of given tokens stay.
+             MODE_FLAG, MODE,
              "--disable-uvicorn-access-log"]
     for flag, value in (("--dtype", options.dtype), ("--max-model-len", options.max_model_len),
                         ("--max-num-batched-tokens", options.batch_tokens)):

@@ -18,7 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from mopd.sampling.base import Completion
 from teachers.scoring.prompts import Prompt, PromptScores, checked
+from teachers.scoring.turns import Turn, written
 
 WAYS = ("chosen", "tokens", "completions")
 PATHS = {"chosen": "/inference/v1/generate", "tokens": "/inference/v1/generate", "completions": "/v1/completions"}
@@ -32,8 +34,10 @@ class Refused(ValueError):
     """The server says that this request is wrong; asking again would not help."""
 
 
-def body(way: str, model: str, prompt: Prompt) -> dict[str, Any]:
+def body(way: str, model: str, prompt: Prompt | Turn) -> dict[str, Any]:
     """The JSON of one request."""
+    if isinstance(prompt, Turn):
+        return _turn_body(way, model, prompt)
     tokens = prompt.tokens.tolist()
     if way == "completions":
         return {"model": model, "prompt": tokens, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": prompt.k,
@@ -47,21 +51,33 @@ def body(way: str, model: str, prompt: Prompt) -> dict[str, Any]:
     return {"model": model, "token_ids": tokens, "sampling_params": sampling, "return_token_ids": True}
 
 
-def read_answer(way: str, model: str, prompt: Prompt, content: bytes) -> PromptScores:
-    """Scores out of a server's 200 answer; raises BadAnswer for one that does not belong to the prompt."""
+def _turn_body(way: str, model: str, turn: Turn) -> dict[str, Any]:
+    sampling, tokens = turn.sampling(), turn.tokens.tolist()
+    if way == "completions":
+        return {"model": model, "prompt": tokens, "add_special_tokens": False, "return_token_ids": True, **sampling}
+    return {"model": model, "token_ids": tokens, "sampling_params": sampling | {"detokenize": False},
+            "return_token_ids": True}
+
+
+def read_answer(way: str, model: str, prompt: Prompt | Turn, content: bytes) -> PromptScores | Completion:
+    """Scores, or what was written, out of a server's 200 answer; raises BadAnswer for one that does not belong to the
+    question."""
     found = parse_json(content)
     if found.get("model") not in (None, model):
         raise BadAnswer("answer of another model")
-    if way == "completions":
+    echo = found.get("prompt_token_ids")
+    if way == "completions" or isinstance(prompt, Turn):
         choices = found.get("choices")
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
             raise BadAnswer("answer without its one choice")
         found = choices[0]
-    echo = found.get("prompt_token_ids")
-    if echo is not None and (not isinstance(echo, list) or len(echo) != len(prompt)):
+        echo = found.get("prompt_token_ids", echo)
+    if echo is not None and (not isinstance(echo, list) or len(echo) != len(prompt.tokens)):
         raise BadAnswer("context of another length")
     if echo is not None and echo != prompt.tokens.tolist():
         raise BadAnswer("answer to another context")
+    if isinstance(prompt, Turn):
+        return _written(prompt, found)
     if way == "chosen":
         return _chosen(prompt, found.get("prompt_token_id_logprobs"))
     rows = found.get("prompt_logprobs")
@@ -70,6 +86,24 @@ def read_answer(way: str, model: str, prompt: Prompt, content: bytes) -> PromptS
     if len(rows) != len(prompt):
         raise BadAnswer("scores of another number of tokens")
     return _rows(prompt, rows[prompt.start:])
+
+
+def _written(turn: Turn, choice: dict[str, Any]) -> Completion:
+    tokens, told = choice.get("token_ids"), choice.get("logprobs")
+    if not isinstance(tokens, list) or not isinstance(told, dict):
+        raise BadAnswer("a turn without its ids or log-probabilities")
+    content = told.get("content")  # "completions" has bare numbers instead
+    try:
+        if content is not None and [entry["token_id"] for entry in content] != tokens:
+            raise BadAnswer("log-probabilities of other tokens")
+        values = told["token_logprobs"] if content is None else [entry["logprob"] for entry in content]
+        return written(turn, tokens, values)
+    except (KeyError, TypeError) as error:
+        raise BadAnswer("malformed log-probabilities") from error
+    except BadAnswer:
+        raise
+    except (ValueError, OverflowError) as error:
+        raise BadAnswer(str(error)) from error
 
 
 def _chosen(prompt: Prompt, packed: Any) -> PromptScores:

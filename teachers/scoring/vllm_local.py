@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from mopd.sampling.base import Completion
 from teachers.scoring.prompts import Prompt, PromptScores, answers_of, checked, prompts_of
 from teachers.scoring.requests import ScoreAnswer, ScoreRequest, TeacherError
+from teachers.scoring.turns import MODE, Turn, written
 
 
 class VLLMLocal:
@@ -53,7 +55,8 @@ class VLLMLocal:
         self._options = {"model": model, "dtype": dtype or "auto", "trust_remote_code": trust_remote_code,
                          "revision": None if self._details else revision or None, "tensor_parallel_size": tensor_parallel,
                          "pipeline_parallel_size": pipeline_parallel, "max_model_len": max_model_len,
-                         "max_logprobs": max_k, "generation_config": "vllm", "disable_log_stats": True, "seed": 0}
+                         "max_logprobs": max_k, "generation_config": "vllm", "logprobs_mode": MODE,
+                         "disable_log_stats": True, "seed": 0}
         self._lock = threading.Lock()  # a vllm.LLM is asked by one thread at a time
         self._llm: Any = None
         self._closed = False
@@ -114,7 +117,39 @@ class VLLMLocal:
                 self.faults[found] += 1
         return answers_of(requests, prompts, scores, self.teacher)
 
-    def _batches(self, prompts: list[Prompt], scores: list[PromptScores | str]) -> list[list[int]]:
+    def write(self, turns: Sequence[Turn]) -> list[Completion | str]:
+        """Turns in the order asked, or the reason why there is none."""
+        turns = list(turns)
+        if not turns:
+            return []
+        found: list[Completion | str] = ["not asked"] * len(turns)
+        with self._lock:
+            self._engine()
+            for numbers in self._batches(turns, found):
+                self._write(turns, numbers, found)
+        for answer in found:
+            if isinstance(answer, str):
+                self.faults[answer] += 1
+        return found
+
+    def _write(self, turns: list[Turn], numbers: list[int], found: list[Completion | str]) -> None:
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        outputs = self._llm.generate(
+            [TokensPrompt(prompt_token_ids=turns[n].tokens.tolist()) for n in numbers],
+            [SamplingParams(**turns[n].sampling(), flat_logprobs=True, detokenize=False) for n in numbers], use_tqdm=False)
+        for number, output in zip(numbers, outputs, strict=True):
+            flat, tokens = output.outputs[0].logprobs, list(output.outputs[0].token_ids)
+            begin = np.asarray(flat.start_indices)  # the sampled token stands first in each position
+            try:
+                if np.asarray(flat.token_ids)[begin].tolist() != tokens:
+                    raise ValueError("log-probabilities of other tokens")
+                found[number] = written(turns[number], tokens, np.asarray(flat.logprobs, np.float32)[begin])
+            except ValueError as error:
+                found[number] = f"unusable answer: {error}"
+
+    def _batches(self, prompts: Sequence[Prompt | Turn], scores: list[Any]) -> list[list[int]]:
         """Numbers of the prompts that are asked together; those that are too long get their reason at once."""
         batches, room = [], 0
         for number, prompt in enumerate(prompts):

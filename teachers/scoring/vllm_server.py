@@ -23,10 +23,12 @@ from urllib.parse import urlsplit
 import httpx2
 import numpy as np
 
+from mopd.sampling.base import Completion
 from teachers.scoring import vllm_http as wire
 from teachers.scoring.balance import Balance, Endpoint
 from teachers.scoring.prompts import Prompt, PromptScores, answers_of, prompts_of
 from teachers.scoring.requests import ScoreAnswer, ScoreRequest, TeacherError, TeacherUnreachable
+from teachers.scoring.turns import MODE, MODE_FLAG, Turn
 
 # Scored whenever a server is greeted, to see whether it is still the one from the launch. Any model has these ids.
 CANARY = np.array([(7 * i) % 29 for i in range(24)], np.uint32)
@@ -79,6 +81,7 @@ class VLLMServers:
         self.scored_tokens = self.computed_tokens = 0
         self._balance = Balance(urls)
         self._ways: dict[str, str] = {}
+        self._tells_policy: dict[str, bool] = {}  # url -> whether its log-probabilities know of temperatures
         self._card: dict[str, Any] | None = None
         self._canary: np.ndarray | None = None
         self._jitter = random.Random(teacher)
@@ -130,6 +133,11 @@ class VLLMServers:
             self.computed_tokens += sum(map(len, prompts))
         return answers_of(requests, prompts, scores, self.teacher)
 
+    def write(self, turns: Sequence[Turn]) -> list[Completion | str]:
+        """Turns in the order asked, or the reason why there is none. Raises TeacherUnreachable where some found no server
+        that answers."""
+        return self._run(self._write(list(turns))) if turns else []
+
     def close(self) -> None:
         """End the requests under way and the thread; may be called twice."""
         with self._lock:
@@ -168,6 +176,7 @@ class VLLMServers:
         self._room = asyncio.Condition()
         self._tokens_under_way = 0
         self._comparing = asyncio.Lock()
+        self._looking = asyncio.Lock()
         self._greetings: dict[str, asyncio.Task] = {}
         for endpoint in self._balance.endpoints:
             host = urlsplit(endpoint.url).hostname or ""
@@ -197,7 +206,17 @@ class VLLMServers:
             raise TeacherUnreachable(self.teacher, self._balance.said())
         return prompts, [f"no answer: {f}" if isinstance(f, _Unavailable) else f for f in found]
 
-    async def _ask(self, prompt: Prompt) -> PromptScores | str | _Unavailable:
+    async def _write(self, turns: list[Turn]) -> list[Completion | str]:
+        self._balance.doubt(time.monotonic())
+        await self._greet(force=False)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._ask(turn)) for turn in turns]
+        found = [task.result() for task in tasks]
+        if any(isinstance(f, _Unavailable) for f in found):
+            raise TeacherUnreachable(self.teacher, self._balance.said())
+        return found
+
+    async def _ask(self, prompt: Prompt | Turn) -> PromptScores | Completion | str | _Unavailable:
         if self.max_tokens is not None and len(prompt) > self.max_tokens:
             return self._counted(f"context longer than the server's {self.max_tokens} tokens")
         async with self._slots:
@@ -212,8 +231,8 @@ class VLLMServers:
                 async with self._room:
                     self._room.notify_all()
 
-    async def _ask_until(self, prompt: Prompt) -> PromptScores | str | _Unavailable:
-        """One prompt with retries, each at the server that is least busy then."""
+    async def _ask_until(self, prompt: Prompt | Turn) -> PromptScores | Completion | str | _Unavailable:
+        """One question with retries, each at the server that is least busy then."""
         last: str | _Unavailable = ""
         for attempt in range(self.retries + 1):
             if attempt:
@@ -241,10 +260,26 @@ class VLLMServers:
                 last = failed
         return last
 
-    async def _send(self, endpoint: Endpoint, prompt: Prompt) -> PromptScores:
+    async def _send(self, endpoint: Endpoint, prompt: Prompt | Turn) -> PromptScores | Completion:
         way = self._ways[endpoint.url]
-        if way == "chosen" and prompt.k:
+        if way == "chosen" and (isinstance(prompt, Turn) or prompt.k):
             way = "tokens"
+        if isinstance(prompt, Turn) and prompt.tempered:
+            await self._need_policy(endpoint, way)
+        return await self._exchange(endpoint, way, prompt)
+
+    async def _need_policy(self, endpoint: Endpoint, way: str) -> None:
+        """Raises wire.Refused for a server whose log-probabilities are those before temperature. Where only one id may be
+        written, the policy gives it all the probability, and the model before it does not."""
+        async with self._looking:  # asked once, whoever else waits for it
+            if endpoint.url not in self._tells_policy:
+                looked = [await self._exchange(endpoint, way, Turn(CANARY, 1, 1.0, 0, only=(token,))) for token in (3, 5)]
+                self._tells_policy[endpoint.url] = all(abs(float(turn.logprob[0])) < 1e-4 for turn in looked)
+        if not self._tells_policy[endpoint.url]:
+            raise wire.Refused(f"the log-probabilities of {endpoint.url} are those before temperature, so it can sample at "
+                               f"temperatures 0 and 1 only; start it with {MODE_FLAG} {MODE}, as `mopd teacher serve` does")
+
+    async def _exchange(self, endpoint: Endpoint, way: str, prompt: Prompt | Turn) -> PromptScores | Completion:
         endpoint.in_flight += 1
         try:
             name = self._card["id"]
@@ -328,6 +363,7 @@ class VLLMServers:
                 self._compare(card, canary)
                 self._card["max_k"] = min(self._card["max_k"], max_k)
         self._ways[endpoint.url] = way
+        self._tells_policy.pop(endpoint.url, None)
 
     def _compare(self, card: dict[str, Any], canary: np.ndarray) -> None:
         for name, what in (("root", "serves the model"), ("id", "serves it under the name"),

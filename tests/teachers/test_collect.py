@@ -13,6 +13,7 @@ from mopd.config import ConfigError, semantic_errors
 from mopd.environments.base import EnvironmentFailure
 from prefix_store import PrefixStore
 from teachers.collect import CollectBusy, NothingCollected, collect, collect_domain, print_summary, public
+from teachers.scoring.requests import TeacherError
 
 
 @pytest.fixture
@@ -156,9 +157,24 @@ def test_several_domains_in_turn(make, capsys):
 
 def test_what_cannot_be_collected_is_named(make):
     config = make()
-    config.teachers["embodied"] = dataclasses.replace(config.teachers["embodied"], backend="server")
-    with pytest.raises(ConfigError, match="'embodied' answers through the back end 'server', which scores and does not play"):
+    hf = config.teachers["embodied"]
+    server = dataclasses.replace(hf, backend="server", urls=["http://127.0.0.1:9"])
+    for changes, said in (({"model": ""}, "teachers.embodied.model: missing; to play domain embodied"),
+                          ({"cross_tokenizer": True}, "'embodied' has another tokenizer than the student")):
+        config.teachers["embodied"] = dataclasses.replace(server, **changes)
+        with pytest.raises(ConfigError, match=said):
+            collect_domain(config, "embodied")
+    config.teachers["embodied"] = server
+    cut = dataclasses.replace(config, collect=dataclasses.replace(config.collect, top_p=0.9, top_k=5,
+                                                                  temperatures={"embodied": 0.001}))
+    said = [e for e in semantic_errors(cut) if e.startswith("collect.")]
+    assert [e.split(":")[0] for e in said] == ["collect.top_p", "collect.top_k", "collect.temperatures.embodied"]
+    assert "the back end 'server', which does not tell which ids top-p left" in said[0]
+    with pytest.raises(ConfigError, match="collect.top_p"):
+        collect_domain(cut, "embodied")
+    with pytest.raises(TeacherError, match="'embodied' does not answer: http://127.0.0.1:9: connection refused"):
         collect_domain(config, "embodied")
+    config.teachers["embodied"] = hf
     for key, value, said in (("player", "student", "is not one of teacher, expert"),
                              ("temperatures", {"web": 1.0}, "no such domain")):
         wrong = dataclasses.replace(config, collect=dataclasses.replace(config.collect, **{key: value}))

@@ -40,6 +40,7 @@ def test_a_teacher_of_a_configuration_is_served_as_the_run_will_ask_for_it(confi
     assert flags["--host"] == "127.0.0.1" and flags["--port"] == "8123" and flags["--dtype"] == "bfloat16"
     assert flags["--max-model-len"] == "512" and flags["--max-logprobs"] == "64" and flags["--seed"] == "7"
     assert "--enforce-eager" in words and "--enforce-eager" not in serve.command(options, on_cpu=False)
+    assert flags["--logprobs-mode"] == "processed_logprobs"  # of a turn: what the policy gave it, at its temperature
     assert "--trust-remote-code" not in words and "--enable-scale-out" in words
     pasted = serve.config_lines(options)
     assert 'urls: ["http://127.0.0.1:8123"]' in pasted
