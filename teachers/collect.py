@@ -39,6 +39,7 @@ from prefix_store.trajectory import Source
 from teachers.demonstrations import DomainRows, render_transcripts
 from teachers.playing import VLLMEngine
 from teachers.registry import TeacherRegistry, TeacherSpec, model_revision
+from teachers.scoring.requests import TeacherUnreachable
 
 
 class NothingCollected(RuntimeError):
@@ -236,7 +237,12 @@ def _collect(config: Config, domain: Domain, player: Any, folder: Path) -> dict[
                 continue
             began, batch = time.perf_counter(), Batch()
             seen = {identity for b in done for identity in b.ids}
-            for sequence in player.play(domain, part, batch):
+            try:
+                played = player.play(domain, part, batch)
+            except TeacherUnreachable as gone:
+                raise TeacherUnreachable(gone.teacher, f"{gone.said}. {len(done)} batches are in the store; start the "
+                                         "teacher again and run the same command: it goes on behind them") from None
+            for sequence in played:
                 _take(sequence, options, store, batch, seen)
             store.commit(f"{player.id} plays {name}, batch {number + 1}")
             batch.seconds = time.perf_counter() - began

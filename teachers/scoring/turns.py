@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mopd.sampling.base import Completion, Request, SamplingOptions
+from mopd.sampling.draws import check_options
 from teachers.scoring.prompts import ABOVE_ZERO, CLAMPED
 
 # vLLM raises temperatures between 0 and this one without a word.
@@ -56,8 +57,6 @@ def turns_of(requests: Sequence[Request], options: SamplingOptions, *, teacher: 
     """What vLLM is asked for `requests`. Raises ValueError for options that make no sense, for a request without tokens or
     room, and for what vLLM cannot do exactly: top-p and top-k (it does not tell which ids they left, and without these
     no log-probability can be compared with another model's) and temperatures between 0 and 0.01."""
-    from mopd.sampling.draws import check_options  # torch: not for those who only start a server
-
     check_options(options)
     if options.top_p < 1 or options.top_k:
         raise ValueError(f"teacher {teacher!r}: vLLM does not tell which ids top-p and top-k left, so what it writes under "

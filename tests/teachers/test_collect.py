@@ -12,8 +12,8 @@ import pytest
 from mopd.config import ConfigError, semantic_errors
 from mopd.environments.base import EnvironmentFailure
 from prefix_store import PrefixStore
-from teachers.collect import CollectBusy, NothingCollected, collect, collect_domain, print_summary, public
-from teachers.scoring.requests import TeacherError
+from teachers.collect import CollectBusy, NothingCollected, TeacherPlayer, collect, collect_domain, print_summary, public
+from teachers.scoring.requests import TeacherError, TeacherUnreachable
 
 
 @pytest.fixture
@@ -65,6 +65,21 @@ def test_a_killed_collection_goes_on_where_it_stopped(make, monkeypatch):
     assert len(played) == 4, "a whole collection is played again"
     changed = make("cut", "collect.temperature=0.5")
     assert collect_domain(changed, "embodied")["temperature"] == 0.5 and len(played) == 7, "another config goes on from this"
+
+
+def test_a_teacher_that_goes_away_says_what_is_kept_and_how_to_go_on(make, monkeypatch):
+    config, real, batches = make("gone"), TeacherPlayer.play, []
+
+    def play(self, domain, specs, batch):
+        batches.append(len(specs))
+        if len(batches) == 2:
+            raise TeacherUnreachable("embodied", "http://127.0.0.1:9: connection refused")
+        return real(self, domain, specs, batch)
+
+    monkeypatch.setattr(TeacherPlayer, "play", play)
+    with pytest.raises(TeacherUnreachable, match="connection refused. 1 batches are in the store; start the teacher again"):
+        collect_domain(config, "embodied", quiet=True)
+    assert collect_domain(config, "embodied", quiet=True)["kept"] == 10 and batches == [4, 4, 4, 2]
 
 
 def test_what_the_store_has_lost_is_played_again(make):
