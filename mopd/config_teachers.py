@@ -20,6 +20,7 @@ class TeacherConfig:
     revision: str = ""  # of a hub id; of a folder the first digits of its fingerprint
     dtype: str = ""  # none: deepspeed.dtype; with vLLM the checkpoint's own
     offload: bool = False  # hf: weights leave the device between uses
+    shard: bool = False  # hf: weights split over the ranks of a job
     urls: list[str] = dataclasses.field(default_factory=list)  # server: any number, http://host:port
     served_model: str = ""  # server: the name under which it serves the model; none: its only one
     api_key_env: str = ""  # server: name of the environment variable that holds its key
@@ -37,7 +38,7 @@ class TeacherConfig:
 
 # Key -> the back ends that read it; keys that are not here are read by all.
 READ_BY = {
-    "offload": ("hf",), "urls": ("server",), "served_model": ("server",),
+    "offload": ("hf",), "shard": ("hf",), "urls": ("server",), "served_model": ("server",),
     "api_key_env": ("server",), "tensor_parallel": ("vllm",), "pipeline_parallel": ("vllm",), "timeout_s": ("server",),
     "retries": ("server",), "concurrency": ("server",), "max_request_tokens": ("vllm", "server"),
     "probe_against_model": ("vllm", "server"),
@@ -65,6 +66,9 @@ def teacher_errors(name: str, teacher: TeacherConfig) -> list[str]:
                           f"leave it out, or set {key}.backend")
     if teacher.dtype not in DTYPES:
         errors.append(f"{key}.dtype: '{teacher.dtype}' is not one of {', '.join(DTYPES[1:])}")
+    if teacher.shard and teacher.cross_tokenizer:
+        errors.append(f"{key}.shard: a teacher under {key}.cross_tokenizer answers each rank by itself, but ranks that share its "
+                      "weights must ask together; leave one of the two out")
     if teacher.probe_against_model and not teacher.model and teacher.backend == "server":
         errors.append(f"{key}.probe_against_model: needs {key}.model, the folder that the server serves")
     if teacher.probe_against_model and teacher.cross_tokenizer:

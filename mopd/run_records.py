@@ -127,6 +127,10 @@ def scored_episodes(streams: Streams, plan: Plan, model: torch.nn.Module, launch
               if stream_shares(launch.config, name)["rollout"] > 0}
     samples = streams.sample(Plan(plan.step, counts, plan.shares))
     scorers = launch.registry.scorers()
+    split = [name for name, scorer in scorers.items() if getattr(scorer, "collective", False)]
+    if split:  # these episodes are rank 0's alone
+        print(f"episodes.json has no teacher's scores for {', '.join(split)}: their teacher's weights are split over ranks",
+              file=sys.stderr)
     tokenizer = launch.tokenizer
     pages = []
     for episode in samples.episodes:
@@ -136,10 +140,11 @@ def scored_episodes(streams: Streams, plan: Plan, model: torch.nn.Module, launch
         rows = rows_from_sequence(episode.sequence, domain=domain, stream="rollout", group=0, sequence_number=0)
         scores: dict[int, list[dict[str, Any]]] = {}
         for batch in pack(rows, token_budget=1 << 20, pad_id=launch.renderer.end_id, domains=[domain], streams=STREAMS):
-            teacher = scorers[domain](batch, need="sampled", temperature=streams.temperature).logprob
+            teacher = [None] * batch.loss_tokens
+            if domain not in split:
+                teacher = scorers[domain](batch, need="sampled", temperature=streams.temperature).logprob.tolist()
             student = _student_logprob(model, batch, streams.temperature)
-            for turn, label, t, s in zip(batch.turn.tolist(), batch.label.tolist(), teacher.tolist(), student.tolist(),
-                                         strict=True):
+            for turn, label, t, s in zip(batch.turn.tolist(), batch.label.tolist(), teacher, student.tolist(), strict=True):
                 text = tokenizer.decode([label])
                 scores.setdefault(turn, []).append({"text": text, "teacher_logprob": t, "student_logprob": s})
         context = episode.sequence.contexts[-1]

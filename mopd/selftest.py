@@ -71,7 +71,8 @@ def selftest(learner: Learner, step: LearnerStep, *, ids: Sequence[int], seed: i
         def scores(batch: MicroBatch, scorer=scorer) -> torch.Tensor:
             return scorer(batch, need="sampled", temperature=step.temperature).logprob.float().cpu()
         subject = Subject(f"teacher {getattr(scorer, 'teacher', '/'.join(domains))}", scores, *layout)
-        model = getattr(scorer, "model", None)  # of a teacher in this process
+        # Of a teacher in this process; one that is split over ranks is nowhere whole.
+        model = None if getattr(scorer, "collective", False) else getattr(scorer, "model", None)
         plain = _plain(model, step.temperature, getattr(scorer, "vocabulary", None)) if isinstance(model, torch.nn.Module) \
             else None
         checks += agreement(subject, [row for row in rows if row.domain in domains], tolerance, plain)

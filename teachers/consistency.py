@@ -104,6 +104,11 @@ def measure_distances(config: Config, domains: Sequence[str], student: nn.Module
         chosen, where = _points(config, name, renderer, store, wanted, demonstrations)
         scorer = scorers[name]
         members = getattr(scorer, "members", (scorer,))
+        split = [m for m in members if getattr(m, "collective", False)]
+        found += [Distance(name, m.teacher, *[math.nan] * 3, 0, 0, 0, "", "", config.consistency.threshold, "its weights are "
+                           "split over ranks; `mopd teacher compare` on one process loads it whole") for m in split]
+        if not (members := [m for m in members if m not in split]):
+            continue
         if not chosen:
             nothing = "there is no stored prefix of this domain, and neither sft.files nor sft.experts names demonstrations"
             found += [Distance(name, m.teacher, *[math.nan] * 3, 0, 0, 0, "", "", config.consistency.threshold, nothing)

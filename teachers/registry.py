@@ -44,6 +44,7 @@ class TeacherSpec:
     backend: str = "hf"
     revision: str = ""
     offload: bool = False
+    shard: bool = False
     urls: tuple[str, ...] = ()
     served_model: str = ""
     api_key_env: str = ""
@@ -73,7 +74,7 @@ class TeacherSpec:
         path = Path(self.model)
         model = str(path.resolve()) if path.exists() else self.model
         return (self.backend, model, self.revision if not path.exists() else "", self.dtype, self.trust_remote_code,
-                self.offload, self.tensor_parallel, self.pipeline_parallel, self.cross_tokenizer)
+                self.offload, self.shard, self.tensor_parallel, self.pipeline_parallel, self.cross_tokenizer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +163,12 @@ def model_revision(source: str | Path) -> str:
             while block := file.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()[:32]
+
+
+def _several_ranks() -> bool:
+    import torch
+
+    return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
 class TeacherRegistry:
@@ -282,7 +289,7 @@ class TeacherRegistry:
                         if spec.id in found and spec.cross_tokenizer}
 
     def scorers(self) -> dict[str, Any]:
-        """domain -> HFTeacher, RemoteTeacher, or a MixtureScorer of several. Teachers that are one checkpoint share one
+        """domain -> HFTeacher, ShardedTeacher (every rank must call this then), RemoteTeacher, or a MixtureScorer of several. Teachers that are one checkpoint share one
         loaded model or connection, whichever domains and mixtures they serve."""
         from teachers.scoring.mixture import MixtureScorer
 
@@ -316,9 +323,16 @@ class TeacherRegistry:
     def _in_process(self, spec: TeacherSpec, vocabulary: int | None) -> Any:
         from teachers.scoring.hf import HFTeacher
 
+        sharded = spec.shard and _several_ranks()
+        if spec.shard and not sharded:
+            warnings.warn(f"teachers.{spec.id}.shard has no effect on one rank: the teacher is loaded whole", stacklevel=2)
         more = {"revision": spec.revision} if spec.revision and not Path(spec.model).is_dir() else {}
         model = load_model(spec.model, dtype=spec.dtype, trust_remote_code=spec.trust_remote_code,
-                           device="cpu" if spec.offload else self.device, **more)
+                           device="cpu" if spec.offload or sharded else self.device, **more)
+        if sharded:
+            from teachers.scoring.sharded import ShardedTeacher
+
+            return ShardedTeacher(model, teacher=spec.id, vocabulary=vocabulary, offload=spec.offload)
         return HFTeacher(model, teacher=spec.id, vocabulary=vocabulary, device=self.device, offload=spec.offload)
 
     def _by_text(self, spec: TeacherSpec) -> Any:

@@ -58,6 +58,10 @@ class TeacherWatch:
                 continue  # one checkpoint under several names
             backends[spec.id] = (scorer, spec)
             texts[spec.id] = self._texts(spec.id, store, ids)
+        # Those that are split over ranks are probed by all ranks together, and first: what fails later, fails on rank 0 alone.
+        collective = {name: getattr(scorer, "collective", False) for name, (scorer, _) in backends.items()}
+        backends = dict(sorted(backends.items(), key=lambda item: not collective[item[0]]))
+        self._mine = None if self.ranks.first else [name for name in backends if collective[name]]
         self._specs = {name: spec for name, (_, spec) in backends.items()}
         self.probes = Probes(
             {name: (_backend(scorer), registry.revision(spec), self._dtype(spec))
@@ -79,6 +83,8 @@ class TeacherWatch:
 
     def _launch_probes(self) -> list[str]:
         if not self.ranks.first:
+            self.probes.launch(only=self._mine)
+            self._rest()
             return []
         path = self.folder / "probes.json"
         alarms = self.probes.launch(Probes.load(path))
@@ -102,7 +108,8 @@ class TeacherWatch:
         returns = self._came_back()
         record: dict[str, Any] = {}
         if self.probes.due(step) or returns != self._returns:
-            found, alarms = self.ranks.of_first(lambda: list(self.probes.probe(step)))
+            mine = list(self.probes.probe(step, only=self._mine))
+            found, alarms = self.ranks.of_first(lambda: mine)
             record = {"probes": found, "alarms": alarms}
             for words in alarms if self.ranks.first else ():
                 print(f"step {step}: ALARM: {words}", file=sys.stderr)

@@ -21,7 +21,7 @@ import torch
 
 from mopd.learner.engine import Learner, StepReport
 from mopd.learner.load import expert_load
-from mopd.learner.packing import MicroBatch, pack
+from mopd.learner.packing import MicroBatch, empty_micro_batch, pack
 from mopd.learner.scores import Scorer, Scores
 from mopd.learner.step_metrics import StepSums, TurnSums
 from mopd.losses import aggregation_schedule, domain_balance, make_objective, merge_moments, moments, step_weights
@@ -167,9 +167,11 @@ class LearnerStep:
                           f"({sum(b.loss_tokens for b in batches)} tokens here, of them stale: "
                           f"{sum(int(old.sum()) for old in stale)}; missing scores: {missing})", stacklevel=2)
             self.learner.skip_step()
+            self._release()
             return LearnerReport({"step": version, "skipped": True, "loss": float("nan"), "missing": missing,
                                   "seconds": {**seconds, "training": 0.0}, "domains": {}, "streams": {}}, {}, True)
         report = self._train(batches)
+        self._release()
         sums, turns = StepSums(), TurnSums() if config.turn_scores else None
         for batch, keep, old, detail in zip(batches, include, stale, report.details, strict=True):
             fields = {name: getattr(batch, name).numpy() for name in (
@@ -193,12 +195,14 @@ class LearnerStep:
     def _score(self, batches: Sequence[MicroBatch]) -> dict[str, dict[str, int]]:
         """Put teacher scores into every micro-batch's `extra`; returns missing tokens by teacher and reason."""
         missing: dict[str, collections.Counter[str]] = {}
-        for batch in batches:
-            domain = self.domains[int(batch.domain[0])]
-            scorer, need = self.scorers[domain], self.objective.needs
+        for scorer, batch in self._calls(batches):
+            need = self.objective.needs
             if need == "full" and "hidden" in getattr(scorer, "gives", ()):
                 need = "hidden"  # its logits are then made a chunk at a time, next to the student's
             scores = scorer(batch, need=need, temperature=self.temperature)
+            if not batch.loss_tokens:
+                continue  # only other ranks' work
+            domain = self.domains[int(batch.domain[0])]
             batch.extra["teacher_scored"] = scores.scored()
             self._check(scores, batch, domain)
             if batch.candidates is not None and not scores.over_candidates:
@@ -213,6 +217,25 @@ class LearnerStep:
         for scorer in dict.fromkeys(self.scorers.values()):
             getattr(scorer, "rest", lambda: None)()  # a teacher may leave the device while the student trains
         return {teacher: dict(counts) for teacher, counts in sorted(missing.items())}
+
+    def _calls(self, batches: Sequence[MicroBatch]) -> list[tuple[Scorer, MicroBatch]]:
+        """Which scorer is called with which micro-batch, in order: one scorer after the other. A scorer whose calls are
+        collective gets empty micro-batches up to the largest number of any rank."""
+        calls: dict[Scorer, list[MicroBatch]] = {scorer: [] for scorer in self.scorers.values()}
+        for batch in batches:
+            calls[self.scorers[self.domains[int(batch.domain[0])]]].append(batch)
+        together = [parts for scorer, parts in calls.items() if getattr(scorer, "collective", False)]
+        if together:
+            for parts, *counts in zip(together, *self._gather([len(parts) for parts in together]), strict=True):
+                parts += [empty_micro_batch(self.learner.pad_id, self.learner.config.prefix_gradient)
+                          for _ in range(max(counts) - len(parts))]
+        return [(scorer, batch) for scorer, parts in calls.items() for batch in parts]
+
+    def _release(self) -> None:
+        """Let go of the output heads of teachers that are split over ranks: they are gathered anew in the next step."""
+        for domain, scorer in self.scorers.items():
+            if getattr(scorer, "collective", False):
+                self._heads.pop(domain, None)
 
     def _check(self, scores: Scores, batch: MicroBatch, domain: str) -> None:
         given = scores.hidden if scores.logprob is None else scores.logprob

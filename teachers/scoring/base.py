@@ -13,6 +13,7 @@ class TeacherScorer(Protocol):
     """One teacher. Calling it scores a micro-batch's loss tokens (see `mopd.learner.scores.Scorer`).
 
     gives   what it can deliver: {"sampled"}, or {"sampled", "full", "hidden"}
+    A scorer whose `collective` is true must be called equally often by every rank (teachers.scoring.sharded).
     """
 
     teacher: str

@@ -29,6 +29,7 @@ class HFTeacher:
     """
 
     gives = frozenset({"sampled", "full", "hidden"})
+    collective = False  # whether every rank must make every call
 
     def __init__(self, model: nn.Module, *, teacher: str, vocabulary: int | None = None,
                  device: torch.device | str | None = None, offload: bool = False):
@@ -38,7 +39,7 @@ class HFTeacher:
         self.offloaded = Offloaded(self.model, self.device) if offload else None
         if not offload:
             self.model.to(self.device)
-        self.weights_hash = weights_hash(model)
+        self.weights_hash = self._hash()
         self.scored_tokens = 0
         self.head = self._cut_head()
         weight = model.get_output_embeddings().weight
@@ -50,6 +51,17 @@ class HFTeacher:
         """The output head of the shared ids, where the weights lie now; None for a family with one of its own kind."""
         head = head_of(self.model)
         return None if head is None else head.cut(self.vocabulary)
+
+    def _states(self, batch: MicroBatch) -> torch.Tensor:
+        """Hidden states of the micro-batch's loss tokens, [N, H]."""
+        return hidden_at_loss_tokens(self.model, batch)
+
+    def _logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Logits float32 [N, V] of hidden states."""
+        return apply_head(self.model, states)
+
+    def _hash(self) -> str:
+        return weights_hash(self.model)
 
     @torch.no_grad()
     def __call__(self, batch: MicroBatch, *, need: str = "full", temperature: float = 1.0) -> Scores:
@@ -70,7 +82,7 @@ class HFTeacher:
         if self.offloaded is not None and self.offloaded.bring():
             self.head = self._cut_head()
         candidates = None if moved.candidates is None else moved.candidates.below(self.ids)
-        states = hidden_at_loss_tokens(self.model, moved)
+        states = self._states(moved)
         device = batch.label.device
         # Missing is NaN, never 0.0 (which would be certainty); each reason is counted.
         if need == "hidden" and self.head is not None:
@@ -83,7 +95,7 @@ class HFTeacher:
                                       scale=head.spec.scale, softcap=head.spec.softcap, candidates=candidates)
             logits, broken = None, ~torch.isfinite(states).all(dim=1) | torch.isnan(logprob)
         else:
-            logits = apply_head(self.model, states)[:, :self.vocabulary]
+            logits = self._logits(states)[:, :self.vocabulary]
             logprob = label_logprob(logits, moved.label, temperature, candidates)
             broken = ~torch.isfinite(logits).all(dim=1)
         unlikely = torch.isneginf(logprob) & ~broken
@@ -100,7 +112,8 @@ class HFTeacher:
         return scores
 
     def check_unchanged(self) -> None:
-        if weights_hash(self.model) != self.weights_hash:
+        """Raise RuntimeError where the weights are not what they were when they were loaded."""
+        if self._hash() != self.weights_hash:
             raise RuntimeError(f"the weights of teacher {self.teacher!r} changed during the run; something trains it")
 
     def rest(self) -> None:

@@ -36,6 +36,7 @@ class MixtureScorer:
         self.members, self.kind = tuple(members), kind
         self.weights = tuple(float(w) / sum(weights) for w in weights)
         self.teacher = " + ".join(f"{w:.3g} {m.teacher}" for w, m in zip(self.weights, self.members, strict=True))
+        self.collective = any(getattr(m, "collective", False) for m in self.members)
         whole = all("full" in m.gives for m in self.members)
         if kind == "log_space" and not whole:
             lacking = ", ".join(m.teacher for m in self.members if "full" not in m.gives)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +81,16 @@ class Probes:
         """Whether a probe comes before this step (the launch's own comes before all)."""
         return self.every > 0 and step > 0 and step % self.every == 0
 
-    def launch(self, known: Mapping[str, Any] | None = None) -> list[str]:
+    def _chosen(self, only: Collection[str] | None) -> list[str]:
+        return [name for name in self.backends if only is None or name in only]
+
+    def launch(self, known: Mapping[str, Any] | None = None, *, only: Collection[str] | None = None) -> list[str]:
         """Score everything for the first time, twice in different orders; what a former launch wrote (`state_dict`) counts as
-        first where teacher, revision and texts are the same. Returns alarms. Raises TeacherError where a probe has no
+        first where teacher, revision and texts are the same. `only`: of these teachers. Returns alarms. Raises TeacherError where a probe has no
         score at all, TeacherUnreachable where nothing answers."""
         alarms = []
-        for name, (_, revision, _) in self.backends.items():
+        for name in self._chosen(only):
+            revision = self.backends[name][1]
             now = self._score(name, order=0)
             if all(np.isnan(part).all() for part in now):
                 raise TeacherError(f"teacher {name!r} answers, but gave none of {sum(map(len, now))} probe tokens a score; "
@@ -100,11 +104,11 @@ class Probes:
                     alarms.append(drift.words(self.tolerance(name)))
         return alarms
 
-    def probe(self, step: int) -> tuple[dict[str, dict[str, float]], list[str]]:
+    def probe(self, step: int, *, only: Collection[str] | None = None) -> tuple[dict[str, dict[str, float]], list[str]]:
         """({teacher: {"largest", "mean", "unscored"}}, alarms) of a probe before `step`, in an order that changes with it. A
         teacher that does not answer now is passed over: whoever needs its scores waits for it."""
         found, alarms = {}, []
-        for name in self.backends:
+        for name in self._chosen(only):
             try:
                 now = self._score(name, order=step)
             except TeacherUnreachable:
