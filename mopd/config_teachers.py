@@ -67,8 +67,8 @@ def teacher_errors(name: str, teacher: TeacherConfig) -> list[str]:
     if teacher.dtype not in DTYPES:
         errors.append(f"{key}.dtype: '{teacher.dtype}' is not one of {', '.join(DTYPES[1:])}")
     if teacher.shard and teacher.cross_tokenizer:
-        errors.append(f"{key}.shard: a teacher under {key}.cross_tokenizer answers each rank by itself, but ranks that share its "
-                      "weights must ask together; leave one of the two out")
+        errors.append(f"{key}.shard: a teacher under {key}.cross_tokenizer answers each rank by itself, but ranks that share "
+                      "its weights must ask together; leave one of the two out")
     if teacher.probe_against_model and not teacher.model and teacher.backend == "server":
         errors.append(f"{key}.probe_against_model: needs {key}.model, the folder that the server serves")
     if teacher.probe_against_model and teacher.cross_tokenizer:

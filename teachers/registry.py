@@ -289,8 +289,9 @@ class TeacherRegistry:
                         if spec.id in found and spec.cross_tokenizer}
 
     def scorers(self) -> dict[str, Any]:
-        """domain -> HFTeacher, ShardedTeacher (every rank must call this then), RemoteTeacher, or a MixtureScorer of several. Teachers that are one checkpoint share one
-        loaded model or connection, whichever domains and mixtures they serve."""
+        """domain -> HFTeacher, ShardedTeacher (then every rank must call this), RemoteTeacher, or a MixtureScorer of
+        several. Teachers that are one checkpoint share one loaded model or connection, whichever domains and mixtures they
+        serve."""
         from teachers.scoring.mixture import MixtureScorer
 
         self.check_sources()

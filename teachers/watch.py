@@ -58,7 +58,7 @@ class TeacherWatch:
                 continue  # one checkpoint under several names
             backends[spec.id] = (scorer, spec)
             texts[spec.id] = self._texts(spec.id, store, ids)
-        # Those that are split over ranks are probed by all ranks together, and first: what fails later, fails on rank 0 alone.
+        # Those that are split over ranks are probed by all ranks, and first: what fails later, fails on rank 0 alone.
         collective = {name: getattr(scorer, "collective", False) for name, (scorer, _) in backends.items()}
         backends = dict(sorted(backends.items(), key=lambda item: not collective[item[0]]))
         self._mine = None if self.ranks.first else [name for name in backends if collective[name]]

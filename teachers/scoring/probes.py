@@ -86,8 +86,8 @@ class Probes:
 
     def launch(self, known: Mapping[str, Any] | None = None, *, only: Collection[str] | None = None) -> list[str]:
         """Score everything for the first time, twice in different orders; what a former launch wrote (`state_dict`) counts as
-        first where teacher, revision and texts are the same. `only`: of these teachers. Returns alarms. Raises TeacherError where a probe has no
-        score at all, TeacherUnreachable where nothing answers."""
+        first where teacher, revision and texts are the same. `only`: of these teachers. Returns alarms. Raises
+        TeacherError where a probe has no score at all, TeacherUnreachable where nothing answers."""
         alarms = []
         for name in self._chosen(only):
             revision = self.backends[name][1]

@@ -1,4 +1,4 @@
-"""A teacher in these processes that none of them holds whole: its frozen weights are split over the ranks by DeepSpeed ZeRO-3.
+"""A teacher in these processes that none of them holds whole: DeepSpeed ZeRO-3 splits its frozen weights over the ranks.
 
 A forward pass gathers one module's weights after the other, so every rank must make it: all calls of a sharded teacher are
 collective. Whoever calls sees to it that all ranks call equally often and in the same order (a rank without work with
@@ -42,12 +42,12 @@ class ShardedTeacher(HFTeacher):
         import deepspeed  # its messages go where the learner has sent them
 
         if loop := next((r for r in find_routers(model) if isinstance(r.experts, nn.ModuleList)), None):
-            raise ValueError(f"teacher {teacher!r} cannot be split over ranks: its experts ({loop.experts_name}) are modules of "
-                             "their own, and which of them run depends on the tokens, which are others on every rank. Leave "
+            raise ValueError(f"teacher {teacher!r} cannot be split over ranks: its experts ({loop.experts_name}) are modules "
+                             "of their own, and which of them run depends on the tokens, which are others on every rank. Leave "
                              f"teachers.{teacher}.shard out, or serve it with `mopd teacher serve`")
         if head_of(model) is None:
-            raise ValueError(f"teacher {teacher!r} cannot be split over ranks: its output head is no plain linear layer. Leave "
-                             f"teachers.{teacher}.shard out, or serve it with `mopd teacher serve`")
+            raise ValueError(f"teacher {teacher!r} cannot be split over ranks: its output head is no plain linear layer. "
+                             f"Leave teachers.{teacher}.shard out, or serve it with `mopd teacher serve`")
         self.model = model.eval().requires_grad_(False)
         self.teacher, self.vocabulary, self.offloaded, self.scored_tokens = teacher, vocabulary, None, 0
         weight = model.get_output_embeddings().weight

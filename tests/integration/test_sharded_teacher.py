@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(900)
 COMMON = ["train.steps=2", "train.probe_every=1", "consistency.points=2", "train.group_size=2"]
 SPLIT = ["teachers.embodied.shard=true"]
 CASES = {"whole": COMMON, "split": [*COMMON, *SPLIT],
-         "mixed": [*COMMON, *SPLIT, "train.objective=mopd", "domains.game.teacher=", "deepspeed.zero_stage=3",
+         "mixed": [*COMMON, *SPLIT, "train.objective=mopd", "deepspeed.zero_stage=3",
                    "domains.game.teacher_weights={embodied: 1, game: 2}"]}
 CASES["mixed, whole"] = [change for change in CASES["mixed"] if change not in SPLIT]
 

@@ -53,7 +53,8 @@ def step_numbers(rank, at, options, sharded):
     rows, found = rows_of(), []
     for _ in range(2):
         report = step(rows[:at] if rank == 0 else rows[at:], shares=SHARES)
-        found += [report.loss, report.metrics["gradient_norm"], *report.reverse_kl.values(), *report.metrics["balance"].values()]
+        found += [report.loss, report.metrics["gradient_norm"], *report.reverse_kl.values(),
+                  *report.metrics["balance"].values()]
         if sharded:
             assert first._gathered is None and not step._heads, "the head is released"
             assert all(p.numel() == 0 for p in first.model.parameters()), "nothing stays gathered"
