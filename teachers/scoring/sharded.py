@@ -43,8 +43,8 @@ class ShardedTeacher(HFTeacher):
 
         if loop := next((r for r in find_routers(model) if isinstance(r.experts, nn.ModuleList)), None):
             raise ValueError(f"teacher {teacher!r} cannot be split over ranks: its experts ({loop.experts_name}) are modules "
-                             "of their own, and which of them run depends on the tokens, which are others on every rank. Leave "
-                             f"teachers.{teacher}.shard out, or serve it with `mopd teacher serve`")
+                             "of their own, and which of them run depends on the tokens, which are others on every rank. "
+                             f"Leave teachers.{teacher}.shard out, or serve it with `mopd teacher serve`")
         if head_of(model) is None:
             raise ValueError(f"teacher {teacher!r} cannot be split over ranks: its output head is no plain linear layer. "
                              f"Leave teachers.{teacher}.shard out, or serve it with `mopd teacher serve`")

@@ -19,6 +19,7 @@ COMMON = ["train.steps=2", "train.probe_every=1", "consistency.points=2", "train
 SPLIT = ["teachers.embodied.shard=true"]
 CASES = {"whole": COMMON, "split": [*COMMON, *SPLIT],
          "mixed": [*COMMON, *SPLIT, "train.objective=mopd", "deepspeed.zero_stage=3",
+                   "deepspeed.autoep_size=2", "train.prefix_gradient=none",
                    "domains.game.teacher_weights={embodied: 1, game: 2}"]}
 CASES["mixed, whole"] = [change for change in CASES["mixed"] if change not in SPLIT]
 

@@ -18,7 +18,7 @@ from teachers.scoring.mixture import MixtureScorer
 from teachers.scoring.sharded import ShardedTeacher
 from tests.mopd.learner.test_engine import run_python
 from tests.mopd.learner.test_step import DOMAINS, SHARES, build, rows_of
-from tests.mopd.learner.tiny import make_model
+from tests.mopd.learner.tiny import VOCABULARY, make_model
 
 RUN = '''
 import json, os
@@ -39,8 +39,18 @@ CASES = [
 ]
 
 
-def teacher(seed, *, sharded, family="qwen3_moe", dtype=torch.float32, **more):
-    model = make_model(family, seed=seed).to(dtype)
+KINDS = {
+    "qwen3_moe": {}, "gemma2": {"offload": True}, "qwen3": {"dtype": torch.bfloat16, "padding": 6},
+}  # mixture of experts; tied, soft-capped, in the host's memory; low precision, an output matrix wider than the vocabulary
+
+
+def teacher(seed, *, sharded, family="qwen3_moe", dtype=torch.float32, padding=0, **more):
+    model = make_model(family, seed=seed)
+    if padding:
+        torch.manual_seed(seed)
+        model.resize_token_embeddings(VOCABULARY + padding, mean_resizing=False)
+        more["vocabulary"] = VOCABULARY
+    model = model.to(dtype)
     return (ShardedTeacher if sharded else HFTeacher)(model, teacher=f"t{seed}", **more)
 
 
@@ -84,8 +94,8 @@ def on_a_rank(rank):
     torch.set_num_threads(1)
     start_processes()
     found = {}
-    for family, offload in (("qwen3_moe", False), ("gemma2", True)):
-        split, whole = teacher(3, sharded=True, family=family, offload=offload), teacher(3, sharded=False, family=family)
+    for family, kind in KINDS.items():
+        split, whole = (teacher(3, sharded=sharded, family=family, **kind) for sharded in (True, False))
         own = rows_of()[:3] if rank == 0 else []
         batches = pack(own, token_budget=60, pad_id=0, domains=DOMAINS, streams=STREAMS)
         calls = len(batches)
@@ -95,6 +105,7 @@ def on_a_rank(rank):
         far = 0.0
         for need in ("sampled", "full", "hidden"):
             pairs = zip(scores_of(split, batches, need), scores_of(whole, batches, need), strict=True)
+            assert split.ids == whole.ids == VOCABULARY
             far = max([far, *(float((a - b).abs().max()) for a, b in pairs if a.numel())])
             split.rest()
         total = sum(p.numel() for p in whole.model.parameters())
@@ -120,7 +131,7 @@ def two(tmp_path_factory):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("family", ["qwen3_moe", "gemma2"])
+@pytest.mark.parametrize("family", KINDS)
 def test_scores_are_those_of_the_whole_teacher(two, family):
     for rank in two:
         assert rank[family]["calls"][0] > 1 and rank[family]["calls"][1] == 0, "one rank has work, the other none"
@@ -128,7 +139,7 @@ def test_scores_are_those_of_the_whole_teacher(two, family):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("family", ["qwen3_moe", "gemma2"])
+@pytest.mark.parametrize("family", KINDS)
 def test_each_rank_keeps_half(two, family):
     for rank in two:
         assert rank[family]["share"] == pytest.approx(0.5, abs=0.01) and rank[family]["left"] == 0
@@ -153,6 +164,15 @@ def test_alone_it_is_whole_and_said_so(tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_split_is_refused():
+    model = make_model("qwen3_moe")
+    for layer in model.model.layers:
+        layer.mlp.experts = torch.nn.ModuleList([torch.nn.Linear(32, 32) for _ in range(4)])
+    with pytest.raises(ValueError, match="teacher 't' cannot be split over ranks: its experts .* are modules of their own"):
+        ShardedTeacher(model, teacher="t")
+    model = make_model("qwen3")
+    model.lm_head.__class__ = type("Head", (torch.nn.Linear,), {"forward": lambda self, hidden: hidden})
+    with pytest.raises(ValueError, match="its output head is no plain linear layer. Leave teachers.t.shard out"):
+        ShardedTeacher(model, teacher="t")
     assert "teachers.t.shard: the back end 'vllm' does not read it" in "".join(
         teacher_errors("t", TeacherConfig("x", backend="vllm", shard=True)))
     assert "teachers.t.shard: a teacher under teachers.t.cross_tokenizer" in "".join(
