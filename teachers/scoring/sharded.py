@@ -95,6 +95,7 @@ class ShardedTeacher(HFTeacher):
         return self.frame(batch)
 
     def _logits(self, states: torch.Tensor) -> torch.Tensor:
+        """As HFTeacher's, but not rounded to the model's precision before they become float32."""
         return self.head.logits(states)
 
     def _hash(self) -> str:
