@@ -29,9 +29,9 @@ class ShardedTeacher(HFTeacher):
                  again. Every rank must give the same model
     offload      each rank's part lies in the host's memory, and goes to the device only when it is gathered
 
-    Every rank must make it, call it, and call nothing else of the teacher's between two calls of it. The output head is
-    gathered by the first call after a `rest`, whole on every rank until the next `rest`. Raises ValueError for a model
-    whose forward passes would gather other weights on every rank, or whose output head is of its own kind.
+    Every rank must make it, and then make the same calls in the same order. The output head is gathered by the first call
+    after a `rest`, and whole on every rank until the next `rest`. Raises ValueError for a model whose forward passes would
+    gather other weights on every rank, or whose output head is of its own kind.
     """
 
     collective = True
