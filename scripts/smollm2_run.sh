@@ -4,7 +4,7 @@
 #   scripts/smollm2_run.sh [RUN]        everything goes to RUN (runs/smollm2): model, teacher, store, student, logs
 #
 # PYTHON runs mopd (.venv/bin/python), SERVE_PYTHON the server where vLLM has an environment of its own. What is there
-# already is not made again. About a quarter of an hour on two quiet cores, 4 GB of memory.
+# already is not made again. It took about half an hour on two cores that other work filled.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 run=${1:-runs/smollm2}
