@@ -278,7 +278,11 @@ class _AskedToEnd(Exception):
 
 def serve(options: ServeOptions, *, as_json: bool = False) -> int:
     """Run a server in the foreground until it ends or a signal ends it; 0 after SIGTERM, SIGHUP or an interrupt, else its own
-    status. Says where it answers when it does, as text or as one line of JSON."""
+    status. Says where it answers when it does, as text or as one line of JSON. Raises ModelNotFound for a folder that is no
+    model, before vLLM needs half a minute to stumble over it, and what `running` raises."""
+    from mopd.learner.model import check_model_source
+
+    check_model_source(options.model)
     if not is_local(options.host):
         print(f"warning: {options.host} is more than this machine: whoever reaches the port can use the model"
               + ("" if options.api_key_env else "; name a key with --api-key-env")

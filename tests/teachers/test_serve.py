@@ -9,6 +9,7 @@ import socket
 import pytest
 
 from mopd.config import load_config
+from mopd.learner.model import ModelNotFound
 from teachers import serve
 from teachers.scoring.requests import TeacherError
 
@@ -79,6 +80,14 @@ def test_a_taken_port_is_found_before_a_model_is_loaded(pretend_vllm):
         port = taken.getsockname()[1]
         with pytest.raises(TeacherError, match=f"nothing can listen at 127.0.0.1:{port}"):
             serve.start(serve.ServeOptions("folder", "name", port=port))
+
+
+def test_a_folder_that_is_no_model_is_refused_before_vllm_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(serve, "start", lambda *_, **__: pytest.fail("vLLM was started"))
+    with pytest.raises(ModelNotFound, match="there is no model folder at .*nowhere"):
+        serve.serve(serve.ServeOptions(str(tmp_path / "nowhere"), "name"))
+    with pytest.raises(ModelNotFound, match="has no config.json, so it is not a Hugging Face model folder"):
+        serve.serve(serve.ServeOptions(str(tmp_path), "name"))
 
 
 def test_a_key_that_is_not_set_is_found_before_a_model_is_loaded(pretend_vllm, monkeypatch):
