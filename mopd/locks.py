@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 
 def lock_alone(descriptor: int) -> bool:
-    """Lock an open file until it is closed; False where another process holds it. A file system without locks gives
-    True: it cannot tell."""
+    """Lock an open file until it is closed; False where another process holds it. A file system without locks cannot tell:
+    True, with a warning."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:
-        pass
+    except OSError as error:
+        warnings.warn(f"this file system has no locks ({error.strerror or error}), so nothing keeps a second process out of "
+                      "the same folder; start one at a time, or put the folder on a local disk", stacklevel=2)
     return True
 
 

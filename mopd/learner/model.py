@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from prefix_store.disk import sync_folder, sync_tree
+
 
 class ModelNotFound(FileNotFoundError):
     """A model folder or id that cannot be loaded; the message says what was looked for and what to do."""
@@ -203,23 +205,14 @@ def writing(aside: Path):
 
 def publish(aside: Path, folder: Path) -> None:
     """Make a finished folder visible under its name in one rename, its bytes on disk first."""
-    for path in [*sorted(aside.rglob("*"), reverse=True), aside]:  # what a folder holds before the folder
-        _to_disk(path)
+    sync_tree(aside)
     old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
     aside.rename(folder)
-    _to_disk(folder.parent)
+    sync_folder(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def parameter_average(folders: Sequence[str | Path], out: str | Path | None = None,

@@ -43,3 +43,16 @@ def test_one_process_at_a_time_holds_a_folder(tmp_path):
         with pytest.raises(MetricsBusy), only_process(tmp_path / ".lock", MetricsBusy.at(tmp_path)):
             pass
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path / ".lock")]).returncode == 0
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
+    """It cannot keep a second process out; the user should know."""
+    import errno
+    import fcntl
+
+    def without(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(fcntl, "flock", without)
+    with pytest.warns(UserWarning, match="no locks .No locks available."):
+        with only_process(tmp_path / ".lock", RuntimeError("busy")):
+            pass
