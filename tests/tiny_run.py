@@ -118,6 +118,18 @@ def environment(**changes: str) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": path, "COLUMNS": "200"} | changes
 
 
+def torchrun(code: str, place: Path, *, timeout: float, processes: int = 2, **changes: str) -> subprocess.CompletedProcess:
+    """Run `code` on several processes that torchrun starts, as a script in `place`; a failure fails the test with what
+    they said."""
+    script = Path(place) / "ranks.py"
+    script.write_text(code)
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}",
+                           str(script)], env=environment(**changes), cwd=REPOSITORY, capture_output=True, text=True,
+                          timeout=timeout)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-4000:]
+    return done
+
+
 def mopd(*arguments: object, cwd: Path | None = None, timeout: float = 800, **changes: str) -> subprocess.CompletedProcess:
     """Run `python -m mopd.cli …` to its end; output and errors are kept as text."""
     return subprocess.run([sys.executable, "-m", "mopd.cli", *map(str, arguments)], capture_output=True, text=True,

@@ -9,8 +9,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 import types
 from pathlib import Path
@@ -22,7 +20,7 @@ from mopd.learner.checkpoint import checkpoints
 from mopd.ranks import RankFailed, RanksDiffer, leave
 from mopd.run import build_engine, train
 from mopd.sampling.streams import Streams
-from tests.tiny_run import REPOSITORY, environment, mopd, same_weights, start_mopd
+from tests.tiny_run import mopd, same_weights, start_mopd, torchrun
 
 pytestmark = pytest.mark.timeout(1800)
 STEPS = 3
@@ -145,12 +143,8 @@ def alone(tiny_run, tmp_path_factory):
 def two(tiny_run, tmp_path_factory):
     """All cases on two processes that torchrun starts."""
     place = tmp_path_factory.mktemp("two")
-    script = place / "ranks.py"
-    script.write_text("from tests.integration.test_ranks import ranks_main\n"
-                      f"ranks_main({str(tiny_run.path)!r}, {str(place)!r})\n")
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)],
-                          env=environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=1500)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    done = torchrun("from tests.integration.test_ranks import ranks_main\n"
+                    f"ranks_main({str(tiny_run.path)!r}, {str(place)!r})\n", place, timeout=1500)
     return json.loads(done.stdout[done.stdout.index("RESULT") + 6:]) | {"place": place, "said": done.stderr}
 
 

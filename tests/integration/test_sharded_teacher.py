@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from mopd.ranks import leave
 from mopd.run import train
 from tests.integration.test_ranks import folder_of, records_of
-from tests.tiny_run import REPOSITORY, TinyRun, environment, same_weights
+from tests.tiny_run import TinyRun, same_weights, torchrun
 
 pytestmark = pytest.mark.timeout(900)
 COMMON = ["train.steps=2", "train.probe_every=1", "consistency.points=2", "train.group_size=2"]
@@ -37,12 +36,9 @@ def ranks_main(tiny: TinyRun, place: str) -> None:
 def two(tiny_run, tmp_path_factory):
     """All cases on two processes that torchrun starts: the folder of the runs, and what was said in each."""
     place = tmp_path_factory.mktemp("two")
-    script = place / "ranks.py"
-    script.write_text("from pathlib import Path\nfrom tests.integration.test_sharded_teacher import TinyRun, ranks_main\n"
-                      f"ranks_main(TinyRun(Path({str(tiny_run.folder)!r}), Path({str(tiny_run.path)!r})), {str(place)!r})\n")
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)],
-                          env=environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    done = torchrun("from pathlib import Path\nfrom tests.integration.test_sharded_teacher import TinyRun, ranks_main\n"
+                    f"ranks_main(TinyRun(Path({str(tiny_run.folder)!r}), Path({str(tiny_run.path)!r})), {str(place)!r})\n",
+                    place, timeout=800)
     said, rest = {}, done.stderr
     for name in CASES:
         said[name], rest = rest.split(f"END OF {name}\n", 1)

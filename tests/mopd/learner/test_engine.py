@@ -20,6 +20,7 @@ from mopd.learner.packing import pack
 from mopd.learner.weights import named_weights
 from mopd.rows import STREAMS
 from tests.mopd.learner.tiny import make_model, mixed_rows
+from tests.tiny_run import torchrun
 
 DOMAINS = ("game", "science")
 ROOT = Path(__file__).resolve().parents[3]
@@ -168,19 +169,9 @@ def run_python(code: str, *, processes: int = 0, timeout: int = 150, **environme
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         env.pop(name, None)
-    command = [sys.executable, "-c", code]
     if processes:
-        script = Path(environment["SCRATCH"]) / "ranks.py"
-        script.write_text(code)
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc_per_node={processes}",
-            str(script),
-        ]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
+        return torchrun(code, environment["SCRATCH"], processes=processes, timeout=timeout, **environment).stdout
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
