@@ -32,6 +32,8 @@ from teachers.scoring.turns import MODE, MODE_FLAG
 START_SECONDS = 1800.0
 # A server that was asked to end gets this long before it is made to.
 STOP_SECONDS = 20.0
+SCORE_SECONDS = 120.0
+# the first score of a server may compile what later ones reuse
 
 
 def vllm_distribution() -> tuple[str, str] | None:
@@ -165,14 +167,35 @@ def is_local(host: str) -> bool:
         return host == "localhost"
 
 
+class ServerFailed(RuntimeError):
+    """A server that ended before it answered, took too long, or answers and cannot score; the message says which."""
+
+
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy of the environment
+
+
 def answers(url: str) -> bool:
-    """Whether a server is ready there."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy of the environment
+    """Whether a server says that it is ready there. Some say so before the engine has made its first step: see `scores`."""
     try:
-        with opener.open(f"{url}/health", timeout=5) as response:
+        with _OPENER.open(f"{url}/health", timeout=5) as response:
             return response.status == 200
     except (urllib.error.URLError, OSError):
         return False
+
+
+def scores(options: ServeOptions, *, seconds: float = SCORE_SECONDS) -> str:
+    """Let a server score three tokens; why it cannot, "" where it can."""
+    headers = {"Content-Type": "application/json"}
+    if options.api_key_env:
+        headers["Authorization"] = f"Bearer {os.environ[options.api_key_env]}"
+    asked = json.dumps({"model": options.name, "prompt": [1, 0, 1], "max_tokens": 1, "prompt_logprobs": 0}).encode()
+    try:
+        with _OPENER.open(urllib.request.Request(f"{options.url}/v1/completions", asked, headers), timeout=seconds):
+            return ""
+    except urllib.error.HTTPError as error:
+        return f"HTTP {error.code}"
+    except (urllib.error.URLError, OSError) as error:
+        return str(getattr(error, "reason", error))
 
 
 def start(options: ServeOptions, *, log: Path | None = None) -> subprocess.Popen:
@@ -198,7 +221,8 @@ def start(options: ServeOptions, *, log: Path | None = None) -> subprocess.Popen
 def running(options: ServeOptions, *, log: Path | None = None, seconds: float = START_SECONDS) -> Iterator[subprocess.Popen]:
     """A server that answers, for as long as the block runs; then it and all of its processes are gone.
 
-    Raises TeacherError as `start` does, and where the server ends or does not answer within `seconds`."""
+    Raises TeacherError as `start` does, ServerFailed where the server ends, does not answer within `seconds`, or cannot
+    score."""
     process = start(options, log=log)
     try:
         wait_until_ready(process, options, seconds=seconds, log=log)
@@ -215,18 +239,23 @@ def _end_with_parent() -> None:
 
 def wait_until_ready(process: subprocess.Popen, options: ServeOptions, *, seconds: float = START_SECONDS,
                      log: Path | None = None) -> None:
-    """Return when the server answers, with progress; raises TeacherError where it ends or takes longer than `seconds`."""
+    """Return when the server has scored a first text, with progress; raises ServerFailed where it ends, takes longer than
+    `seconds`, or cannot score."""
+    words = f"its words are in {log}" if log else "its last words stand above"
     begin = time.monotonic()
     progress = Progress(f"{options.name} starts, seconds of at most", round(seconds), interval=5.0)
     while not answers(options.url):
         spent = time.monotonic() - begin
         if process.poll() is not None:
-            raise TeacherError(f"the server of {options.model} ended with status {process.returncode} before it answered; "
-                               + (f"its words are in {log}" if log else "its last words stand above"))
+            raise ServerFailed(f"the server of {options.model} ended with status {process.returncode} before it answered; "
+                               + words)
         if spent > seconds:
-            raise TeacherError(f"the server of {options.model} did not answer within {human_seconds(seconds)}")
+            raise ServerFailed(f"the server of {options.model} did not answer within {human_seconds(seconds)}; {words}")
         progress.update(min(round(spent), progress.total - 1))
         time.sleep(0.25)
+    if failed := scores(options):
+        raise ServerFailed(f"the server of {options.model} answers, but its first score failed ({failed}): vLLM may not run "
+                           f"this model here; {words}")
     progress.update(progress.total, f"answers after {human_seconds(time.monotonic() - begin)}")
 
 
@@ -294,6 +323,7 @@ def serve(options: ServeOptions, *, as_json: bool = False) -> int:
         nonlocal ending
         if not ending:  # a second signal must not interrupt the tidying that the first one began
             ending = True
+            print(f"ending the server (at most {human_seconds(STOP_SECONDS * 1.25)}) ...", file=sys.stderr, flush=True)
             raise _AskedToEnd
 
     before = {number: signal.signal(number, asked) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
+import sys
 
 import pytest
 
@@ -113,10 +114,32 @@ def test_a_server_that_ends_before_it_answers_is_an_error_and_nothing_is_left(tm
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with pytest.raises(TeacherError, match=r"ended with status 3 .* its words are in"), serve.running(
+    with pytest.raises(serve.ServerFailed, match=r"ended with status 3 .* its words are in"), serve.running(
             serve.ServeOptions("folder", "name", port=port), log=tmp_path / "log"):
         raise AssertionError("it does not answer")
     assert (tmp_path / "log").read_text() == "cannot\n"
+
+
+HEALTHY = """
+import http.server, sys
+class Server(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def do_POST(self):
+        self.send_response(500); self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Server).serve_forever()
+"""
+
+
+def test_a_server_that_says_it_is_ready_and_cannot_score_is_an_error(tmp_path, monkeypatch, pretend_vllm):
+    """As vLLM's CPU build does with head sizes that it does not know: the engine dies at the first score."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    monkeypatch.setattr(serve, "command", lambda options, on_cpu: [sys.executable, "-c", HEALTHY, str(port)])
+    with pytest.raises(serve.ServerFailed, match=r"its first score failed .HTTP 500.: .* its words are in"), serve.running(
+            serve.ServeOptions("folder", "name", port=port), log=tmp_path / "log"):
+        raise AssertionError("it cannot score")
 
 
 def test_stopping_ends_a_process_that_does_not_listen_and_its_children(tmp_path, monkeypatch, pretend_vllm):
