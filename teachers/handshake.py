@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from mopd.sampling.rendering import require_tokenizer_files
 from teachers.scoring.requests import TeacherError
 
 
@@ -20,8 +21,8 @@ class TokenizerMismatch(TeacherError):
     """A teacher gives its ids another meaning than the student; the message names the first id that differs."""
 
 
-# Names that tokenizers give to ids that no text ever becomes.
-UNUSED = re.compile(r"unused|reserved|extra_id|extra_token|placeholder|dummy|\bpad\b|pad_?\d", re.IGNORECASE)
+# Names that tokenizers give to ids that no text ever becomes. In brackets: without them a word of this kind is a word.
+UNUSED = re.compile(r"[<\[].*(unused|reserved|extra_id|extra_token|placeholder|dummy|pad).*[>\]]", re.IGNORECASE | re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,7 @@ def folder_identity(model: str | Path, *, revision: str = "", trust_remote_code:
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     more = {"revision": revision} if revision and not Path(model).is_dir() else {}
+    require_tokenizer_files(model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code, **more)
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, **more)
@@ -91,7 +93,7 @@ def shared_ids(student: Mapping[int, str], teacher: Mapping[int, str], *, teache
         if ours == theirs:
             continue
         only = ours if theirs is None else theirs
-        if number >= shared and (ours is None or theirs is None) and UNUSED.search(only):
+        if number >= shared and (ours is None or theirs is None) and UNUSED.fullmatch(only):
             extra.append(only)
             continue
         raise TokenizerMismatch(

@@ -225,6 +225,9 @@ class TeacherRegistry:
                 if spec.cross_tokenizer:
                     self._translators[spec.id] = self._translator(spec, student_tokenizer)
             except (TeacherError, TeacherUnreachable, OSError, ValueError) as error:
+                if isinstance(error, TeacherUnreachable) and spec.backend == "server":
+                    error = TeacherError(f"teachers.{spec.id}.urls: {error}; start it with `mopd teacher serve`, or correct "
+                                         "the address")
                 errors.append(error)
                 continue
             self.agreements[spec.id] = found

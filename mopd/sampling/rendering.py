@@ -15,6 +15,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,12 +30,21 @@ def load_tokenizer(folder: str | os.PathLike[str], *, trust_remote_code: bool = 
     """The tokenizer of a Hugging Face folder or id. No code from the folder is run unless `trust_remote_code` is set."""
     from transformers import AutoTokenizer
 
+    require_tokenizer_files(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # noqa: BLE001 - a damaged file raises whatever its parser raises, without its name
         if isinstance(error, OSError):
             raise
         raise ValueError(f"the tokenizer of {folder} cannot be read: {error}") from error
+
+
+def require_tokenizer_files(folder: str | os.PathLike[str]) -> None:
+    """Raise FileNotFoundError where a model's folder holds no tokenizer: Transformers would invent one from its config."""
+    path = Path(folder)
+    if path.is_dir() and not any(any(path.glob(name)) for name in TOKENIZER_FILES):
+        raise FileNotFoundError(f"{folder} has no tokenizer (tokenizer.json, tokenizer_config.json, vocab.json, *.model); "
+                                "save the model's own tokenizer into this folder")
 
 
 def first_message(instruction: str, observation: str) -> str:
@@ -52,6 +62,7 @@ def transcript_messages(transcript: Mapping[str, Any]) -> list[dict[str, str]]:
         messages.append({"role": "assistant", "content": turn["action"]})
     return messages
 
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 _VOLATILE_CONFIG = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
 _PROBE = "MOPD probe text"
 _PROBE_NAME = "mopd_probe_name"

@@ -10,6 +10,7 @@ import pytest
 
 from mopd.config_teachers import TeacherConfig, teacher_errors
 from mopd.sampling.demo_tokenizer import train_tokenizer
+from mopd.sampling.rendering import load_tokenizer
 from teachers import registry as registry_module
 from teachers.handshake import TokenizerMismatch, folder_identity, introduce, shared_ids
 from teachers.registry import TeacherError, TeacherRegistry, TeacherSpec, model_revision
@@ -55,6 +56,16 @@ def test_padding_and_unused_rows_share_the_softmax(student):
     assert "64 rows of padding, which count in its softmax" in far.notes[0]
     with pytest.raises(TokenizerMismatch, match=f"id {size} is 'word' there and missing here"):
         shared_ids(student["vocabulary"], {**student["vocabulary"], size: "word"}, teacher_id="t")
+    with pytest.raises(TokenizerMismatch, match=f"id {size} is 'reserved' there"):  # a word that text does become
+        shared_ids(student["vocabulary"], {**student["vocabulary"], size: "reserved"}, teacher_id="t")
+
+
+def test_a_folder_without_a_tokenizer_is_said_to_be_one(tmp_path):
+    """Transformers would invent a tokenizer from the config, and the message would speak of another one."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    for read in (folder_identity, load_tokenizer):
+        with pytest.raises(FileNotFoundError, match="has no tokenizer .tokenizer.json"):
+            read(tmp_path)
 
 
 def test_differences_that_scores_do_not_depend_on_are_notes(student):
@@ -154,7 +165,8 @@ def test_every_teacher_that_does_not_fit_is_named_at_once(make_folder, tokenizer
     registry = TeacherRegistry(specs, {"game": "a", "web": "s", "shop": "r"})
     with pytest.raises(TeacherError) as error:
         registry.handshake(tokenizer)
-    for words in ("teacher 'a' has another tokenizer", "teacher 's' does not answer: connection refused by http://127.0.0.1:1",
+    for words in ("teacher 'a' has another tokenizer", "teachers.s.urls: teacher 's' does not answer: connection refused by "
+                  "http://127.0.0.1:1; start it with `mopd teacher serve`",
                   "teachers.r.revision says 0000"):
         assert words in str(error.value)
 
