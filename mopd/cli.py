@@ -454,7 +454,7 @@ def need_domain(path: Path, overrides: list[str] | None, name: str) -> str:
 def known_domain(config, name: str) -> str:
     """The name of a domain of the configuration; raises WrongUsage for another."""
     if name not in config.domains:
-        raise WrongUsage(f"--domain {name or '(missing)'}: the config has the domains {', '.join(config.domains)}")
+        raise WrongUsage(f"domain {name or '(missing)'}: the config has the domains {', '.join(config.domains)}")
     return name
 
 

@@ -550,7 +550,8 @@ def _check(hint: Any, value: Any, key: str, errors: list[str]) -> None:
         elif not isinstance(value, int | float) or isinstance(value, bool):
             errors.append(f"{key}: expected a number, found {value!r}")
     elif hint is str and not isinstance(value, str):
-        errors.append(f"{key}: expected text, found {value!r}; put it in quotes")
+        errors.append(f"{key}: expected text, found " + ("nothing; give it a value or leave the key out" if value is None
+                                                         else f"{value!r}; put it in quotes"))
 
 
 def _file_name(errors: list[str], key: str, name: str) -> None:

@@ -20,7 +20,7 @@ from rich.console import Console
 from mopd.check import Launch, open_launch
 from mopd.config import Config, ConfigError, learner_config, resume_turns, stream_shares, to_dict
 from mopd.export_model import whole_student
-from mopd.learner.checkpoint import close_folder, folder_of, load_checkpoint, own_folder, save_checkpoint, sound
+from mopd.learner.checkpoint import close_folder, folder_of, latest, load_checkpoint, own_folder, save_checkpoint, sound
 from mopd.learner.engine import Learner
 from mopd.learner.model import load_model, save_model
 from mopd.learner.packing import row_cost
@@ -115,6 +115,9 @@ def _checkpoints(config: Config, launch: Launch, folder: Path, resume: bool, rol
 
 
 def _train(config: Config, launch: Launch, folder: Path, checkpoints: Path, ranks: Ranks) -> Path:
+    if ranks.first and (folder / "model").is_dir() and not latest(checkpoints):
+        print(f"{folder} holds a finished student; it is trained anew and replaced at the end. Export it first, or give this "
+              "run another train.name, if it should stay", file=sys.stderr)
     learner, trainer = build_learner(config, launch, folder, ranks)
     if config.train.selftest:
         require(prove(config, launch, learner, trainer))

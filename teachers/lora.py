@@ -31,11 +31,11 @@ class MergeMismatch(RuntimeError):
     """The merged weights say something else than the adapters did; the message names the size."""
 
 
-def check_lora() -> None:
-    """Raise ConfigError where peft is not installed."""
+def check_lora(section: str = "sft") -> None:
+    """Raise ConfigError where peft is not installed. `section`: the configuration's that asks for adapters."""
     if importlib.util.find_spec("peft") is None:
-        raise ConfigError("sft.lora.rank: adapters need peft, which is not installed; pip install 'mopd[lora]', or set "
-                          "sft.lora.rank=0")
+        raise ConfigError(f"{section}.lora.rank: adapters need peft, which is not installed; pip install 'mopd[lora]', or "
+                          f"set {section}.lora.rank=0")
 
 
 def adaptable(model: nn.Module) -> dict[str, str]:
@@ -53,13 +53,13 @@ def adaptable(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def choose_targets(model: nn.Module, wanted: Sequence[str]) -> tuple[list[str], list[str]]:
+def choose_targets(model: nn.Module, wanted: Sequence[str], section: str = "sft") -> tuple[list[str], list[str]]:
     """(modules, parameters) whose names end with one of `wanted` ("q_proj", "experts.down_proj", a full name), all that
     there are without any. Raises ConfigError for a name that fits nothing, with those that exist, and for a router."""
     there = adaptable(model)
     if not there:
-        raise ConfigError(f"sft.lora: {type(model).__name__} has no linear layer that an adapter can sit on; set "
-                          "sft.lora.rank=0")
+        raise ConfigError(f"{section}.lora: {type(model).__name__} has no linear layer that an adapter can sit on; set "
+                          f"{section}.lora.rank=0")
     chosen: dict[str, str] = {}
     errors = []
     for target in wanted or [""]:
@@ -68,7 +68,7 @@ def choose_targets(model: nn.Module, wanted: Sequence[str]) -> tuple[list[str], 
             router = any(f".{r.name}.weight".endswith((f".{target}", f".{target}.weight")) for r in find_routers(model))
             short = sorted({".".join(name.split(".")[-2:]) if kind == "parameter" else name.split(".")[-1]
                             for name, kind in there.items()})
-            errors.append(f"sft.lora.targets: '{target}' " + (
+            errors.append(f"{section}.lora.targets: '{target}' " + (
                 "is the router, which stays as it is" if router else f"fits nothing in {type(model).__name__}")
                 + f"; there is {', '.join(short)}")
         chosen |= fitting
@@ -77,17 +77,17 @@ def choose_targets(model: nn.Module, wanted: Sequence[str]) -> tuple[list[str], 
     return tuple([name for name, kind in chosen.items() if kind == wish] for wish in ("linear", "parameter"))
 
 
-def add_lora(model: nn.Module, options: LoRAConfig, *, seed: int) -> Any:
+def add_lora(model: nn.Module, options: LoRAConfig, *, seed: int, section: str = "sft") -> Any:
     """Put adapters into `model` (in place) and freeze everything else; returns peft's tuner for `merge_lora`. The
     beginning is drawn from `seed` alone and changes nothing that the model says. Without targets all are taken that peft can
     adapt (see `adapted`). Raises ConfigError for targets that it cannot."""
     from peft import LoraConfig
     from peft.tuners.lora import LoraModel
 
-    modules, parameters = choose_targets(model, options.targets)
+    modules, parameters = choose_targets(model, options.targets, section)
     if parameters and options.dropout:
-        raise ConfigError(f"sft.lora.dropout: {options.dropout} cannot be had on the fused expert matrices "
-                          f"({parameters[0]}); set 0, or name other sft.lora.targets")
+        raise ConfigError(f"{section}.lora.dropout: {options.dropout} cannot be had on the fused expert matrices "
+                          f"({parameters[0]}); set 0, or name other {section}.lora.targets")
     config = LoraConfig(r=options.rank, lora_alpha=options.alpha, lora_dropout=options.dropout, target_modules=modules,
                         target_parameters=parameters or None, bias="none")
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -96,11 +96,11 @@ def add_lora(model: nn.Module, options: LoRAConfig, *, seed: int) -> Any:
         try:
             tuner = LoraModel(model, config, "default")
         except ValueError as error:
-            raise ConfigError(f"sft.lora.targets: peft refuses them for {type(model).__name__}: {error}") from error
+            raise ConfigError(f"{section}.lora.targets: peft refuses them for {type(model).__name__}: {error}") from error
     # For some families peft takes the names of dense and shared experts for those of the fused ones and leaves them out.
     missing = sorted({*modules, *parameters} - adapted(model))
     if missing and options.targets:
-        raise ConfigError(f"sft.lora.targets: peft puts no adapter on {missing[0]} of {type(model).__name__} "
+        raise ConfigError(f"{section}.lora.targets: peft puts no adapter on {missing[0]} of {type(model).__name__} "
                           f"({len(missing)} such); name other targets")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
@@ -139,5 +139,5 @@ def require_equal(adapters: torch.Tensor, merged: torch.Tensor, dtype: torch.dty
     if not largest <= TOLERANCE.get(dtype, 1e-3):
         raise MergeMismatch(f"the merged weights give log-probabilities that differ by up to {largest:.3g} from those with "
                             f"adapters; rounding explains {TOLERANCE.get(dtype, 1e-3):g}. Export without LoRA "
-                            "(sft.lora.rank=0), or name other sft.lora.targets")
+                            "(lora.rank=0), or name other lora.targets")
     return largest

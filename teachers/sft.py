@@ -38,7 +38,8 @@ COMPARED_ROWS = 8
 
 def sft_teacher(*, base: str | Path, rows: Sequence[Row], out: str | Path, config: SupervisedConfig,
                 name: str, provenance: dict[str, Any] | None = None, trust_remote_code: bool = False,
-                lora: LoRAConfig | None = None, make_evaluation: Callable[[Any], TeacherEvaluation] | None = None,
+                lora: LoRAConfig | None = None, section: str = "sft",
+                make_evaluation: Callable[[Any], TeacherEvaluation] | None = None,
                 progress: Callable[[Step], None] | None = None,
                 checkpoint_folder: str | Path | None = None) -> SupervisedResult:
     """Train the model in `base` on `rows` and write it to `out` with base's tokenizer and a manifest.
@@ -46,6 +47,7 @@ def sft_teacher(*, base: str | Path, rows: Sequence[Row], out: str | Path, confi
     The router stays as it is in `base` when `config.learner.freeze_router` is set (the default) and under LoRA; the manifest
     holds its hash before and after.
 
+    section          the configuration's that asks for this, for messages
     lora             adapters in place of whole matrices; merged on export, and the merged model compared with them
     make_evaluation  called with the model before the training; what it gives is called every `config.evaluate_every` steps
                      and at the end, and the best evaluation's weights are what is written
@@ -57,7 +59,7 @@ def sft_teacher(*, base: str | Path, rows: Sequence[Row], out: str | Path, confi
     before, pad = router_hash(model), _pad_id(tokenizer)
     tuner = None
     if lora is not None and lora.rank:
-        tuner = add_lora(model, lora, seed=config.seed)
+        tuner = add_lora(model, lora, seed=config.seed, section=section)
         on = sorted({".".join(target.split(".")[-2:]) for target in adapted(model)})
         config = dataclasses.replace(config, learner=dataclasses.replace(config.learner, freeze_router=True))
     rank, _ = start_processes(shm_build=config.learner.shm_build, log_file=config.learner.log_file)
@@ -119,7 +121,7 @@ def run_sft(config: Config, domains: Sequence[str], out: str | Path, *, baseline
     base, out = config.student.model, Path(out)
     check_model_source(base)
     if options.lora.rank:
-        check_lora()
+        check_lora(key)
     renderer = ChatRenderer(load_tokenizer(base, trust_remote_code=config.student.trust_remote_code))
     found = read_demonstrations(config, options, domains, renderer)
     if options.evaluate_every:
@@ -154,7 +156,7 @@ def run_sft(config: Config, domains: Sequence[str], out: str | Path, *, baseline
         result = sft_teacher(
             base=base, rows=rows, out=out, config=supervised, name=label,
             provenance={"store_version": found.store_version, "demonstrations": _counts(found)},
-            trust_remote_code=config.student.trust_remote_code, lora=options.lora,
+            trust_remote_code=config.student.trust_remote_code, lora=options.lora, section=key,
             make_evaluation=make_evaluation if options.evaluate_every else None, progress=progress,
             checkpoint_folder=checkpoints)
     finally:

@@ -76,9 +76,15 @@ def test_a_checkpoint_of_another_config_is_not_gone_on_from(tiny_run, tmp_path, 
     assert list((student(tmp_path) / "checkpoints").glob("*/step-2"))
     monkeypatch.undo()
     train(tiny_run.config(f"run={tmp_path}", "train.checkpoint_every=1", "train.objective=jsd"))
-    assert "another configuration" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "another configuration" in said and "finished student" not in said
     train(tiny_run.config(f"run={tmp_path / 'fresh'}", "train.checkpoint_every=1", "train.objective=jsd"))
     assert records(student(tmp_path)) == records(student(tmp_path / "fresh"))
+    capsys.readouterr()
+    stop_after(monkeypatch, 1)
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_run.config(f"run={tmp_path}", "train.checkpoint_every=1", "train.objective=jsd"))
+    assert "holds a finished student; it is trained anew" in capsys.readouterr().err
 
 
 def test_no_resume_starts_anew(tiny_run, tmp_path, monkeypatch):

@@ -219,3 +219,12 @@ def test_several_teachers_of_a_domain_are_checked(write):
                 "domains.game.teacher_weights: domains.game.teacher, the one that plays into the store, must be among them",
                 "domains.science.teacher_mixture: 'sum' is not one of probability, log_space"):
         assert any(error.startswith(key) for error in errors), key
+
+
+def test_a_text_key_without_a_value_is_told_from_a_number(write):
+    with pytest.raises(ConfigError) as nothing:
+        load_config(write(), ["domains.game.teacher="])
+    with pytest.raises(ConfigError) as number:
+        load_config(write(), ["domains.game.teacher=3"])
+    assert "domains.game.teacher: expected text, found nothing; give it a value" in str(nothing.value)
+    assert "domains.game.teacher: expected text, found 3; put it in quotes" in str(number.value)

@@ -126,7 +126,7 @@ def test_a_domain_that_the_configuration_lacks_is_refused(run, model, tmp_path):
     demo = cli.DEMO
     code, out, err = run("import", demo, "--file", SAMPLES / "eto.json", "--store", tmp_path / "s", "--model", model,
                          "--domain", "nowhere")
-    assert code == 2 and "--domain nowhere: the config has the domains" in err and not (tmp_path / "s").exists()
+    assert code == 2 and "domain nowhere: the config has the domains" in err and not (tmp_path / "s").exists()
 
 
 def test_rows_of_a_domain_without_a_limit_are_named_with_the_limit_they_had(run, model, tmp_path):

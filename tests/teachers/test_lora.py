@@ -87,5 +87,8 @@ def test_a_teacher_with_adapters_learns_and_leaves_as_an_ordinary_model(tmp_path
     again = run_sft(config, ["chat"], tmp_path / "u")
     assert again.losses == result.losses
     config.sft = dataclasses.replace(config.sft, lora=LoRAConfig(rank=4, targets=["nothing"]))
-    with pytest.raises(ConfigError, match="sft.lora.targets: 'nothing' fits nothing"):
+    with pytest.raises(ConfigError, match="^sft.lora.targets: 'nothing' fits nothing"):
         run_sft(config, ["chat"], tmp_path / "v")
+    config.sft_domains["chat"] = config.sft  # a domain's own section is the one that is named
+    with pytest.raises(ConfigError, match="^sft_domains.chat.lora.targets: 'nothing' fits nothing"):
+        run_sft(config, ["chat"], tmp_path / "w")
