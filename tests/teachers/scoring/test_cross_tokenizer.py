@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -277,8 +276,8 @@ FOLDER = os.environ.get("MOPD_SMOLLM2", "")
 
 @pytest.fixture(scope="module")
 def smollm2(tokenizer):
-    if not (FOLDER and (Path(FOLDER) / "tokenizer.json").is_file()):
-        pytest.skip("MOPD_SMOLLM2 names no folder that scripts/get_smollm2.py wrote")
+    if not FOLDER:
+        pytest.skip("MOPD_SMOLLM2 names no folder that scripts/get_smollm2.py wrote; `make test-vllm` runs this")
     smol = load_tokenizer(FOLDER)
     return smol, Translator(tokenizer, smol, teacher_id="t")
 
