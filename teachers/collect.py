@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -299,6 +300,10 @@ def _identity(config: Config, name: str, player: Any, specs: list[EpisodeSpec]) 
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
+def _say(words: str) -> None:
+    print(words, file=sys.stderr)
+
+
 class _Ledger:
     """Which batches of a collection are committed, in a file that is replaced whole."""
 
@@ -310,12 +315,19 @@ class _Ledger:
         for path in (self.final, self.partial):
             try:
                 content = json.loads(path.read_text())
-                if content.get("identity") != self.identity:
+                if content["identity"] != self.identity:
+                    _say(f"{path} is of a collection with other settings, or another teacher; this one begins anew")
                     continue
                 batches = [Batch(**batch) for batch in content["batches"]]
-            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                _say(f"{path} cannot be read ({error!r}); what it counted is played again")
                 continue
             there = [all(identity in store for identity in batch.ids) for batch in batches]
+            if False in there:
+                _say(f"{store.path} does not hold all of what {path} counts; batch {there.index(False) + 1} and what follows "
+                     "are played again")
             return batches[:there.index(False) if False in there else len(there)]
         return []
 

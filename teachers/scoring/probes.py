@@ -106,12 +106,13 @@ class Probes:
 
     def probe(self, step: int, *, only: Collection[str] | None = None) -> tuple[dict[str, dict[str, float]], list[str]]:
         """({teacher: {"largest", "mean", "unscored"}}, alarms) of a probe before `step`, in an order that changes with it. A
-        teacher that does not answer now is passed over: whoever needs its scores waits for it."""
+        teacher that does not answer now is passed over, with {"unanswered": 1}: whoever needs its scores waits for it."""
         found, alarms = {}, []
         for name in self._chosen(only):
             try:
                 now = self._score(name, order=step)
             except TeacherUnreachable:
+                found[name] = {"unanswered": 1}
                 continue
             drift = _compare(name, now, self.first[name], "its first probe")
             found[name] = {"largest": drift.largest, "mean": drift.mean, "unscored": drift.unscored}

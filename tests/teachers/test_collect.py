@@ -82,7 +82,7 @@ def test_a_teacher_that_goes_away_says_what_is_kept_and_how_to_go_on(make, monke
     assert collect_domain(config, "embodied", quiet=True)["kept"] == 10 and batches == [4, 4, 4, 2]
 
 
-def test_what_the_store_has_lost_is_played_again(make):
+def test_what_the_store_has_lost_is_played_again(make, capsys):
     config = make()
     record = collect_domain(config, "embodied")
     shutil.rmtree(config.store)
@@ -90,6 +90,18 @@ def test_what_the_store_has_lost_is_played_again(make):
         store.commit("empty")
     assert counted(collect_domain(config, "embodied")) == counted(record) and len(ids(config)) == len(
         {i for b in json.loads((_folder(config) / "embodied.json").read_text())["batches"] for i in b["ids"]})
+    assert "does not hold all of what" in capsys.readouterr().err
+
+
+def test_a_record_of_another_or_a_damaged_collection_is_said(make, capsys):
+    config = make()
+    collect_domain(config, "embodied")
+    assert "embodied.json" not in capsys.readouterr().err
+    collect_domain(make("one", "seed=5"), "embodied")
+    assert "embodied.json is of a collection with other settings" in capsys.readouterr().err
+    (_folder(config) / "embodied.json").write_text('{"identity"')
+    collect_domain(config, "embodied")
+    assert "embodied.json cannot be read" in capsys.readouterr().err
 
 
 def _folder(config):

@@ -104,7 +104,7 @@ def test_no_score_at_all_stops_the_launch_and_a_silent_teacher_is_passed_over():
     found = probes(planted)
     found.launch()
     planted.down = True
-    assert found.probe(2) == ({}, [])
+    assert found.probe(2) == ({"t": {"unanswered": 1}}, [])
 
 
 def test_against_the_model_in_this_process():
