@@ -50,10 +50,10 @@ def test_a_wrong_config_is_2_and_says_everything_once(run, tiny_run):
 
 @pytest.mark.parametrize("command, words", [
     (["train", "{config}", "student.model=nowhere/at/all"], "no model folder at nowhere/at/all"),
-    (["demonstrate", "{config}", "--domain", "web"], "--domain web: the config has the domains embodied, game"),
-    (["collect", "{config}", "--domain", "web"], "--domain web: the config has the domains embodied, game"),
+    (["demonstrate", "{config}", "--domain", "web"], "domain web: the config has the domains embodied, game"),
+    (["collect", "{config}", "--domain", "web"], "domain web: the config has the domains embodied, game"),
     (["collect", "{config}", "store=nowhere", "--domain", "game"], "no prefix store at nowhere"),
-    (["teacher", "sft", "{config}", "--domain", "web"], "--domain web"),
+    (["teacher", "sft", "{config}", "--domain", "web"], "domain web: the config has"),
     (["teacher", "sft", "{config}", "store=nowhere"], "no prefix store at nowhere"),
     (["import", "{config}", "--file", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
     (["base", "{config}"], "no transcripts"),
