@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -40,13 +40,14 @@ class Request:
 @dataclasses.dataclass(frozen=True)
 class Completion:
     """tokens uint32 [n]; logprob float32 [n] under the policy that really sampled (temperature, top-p, top-k applied);
-    finish is `stop` or `length`; version is the weights version. candidates: per token the ids over which that policy was
-    renormalised, int32 ascending, or None where nothing was cut off; None for all of it where that holds throughout."""
+    finish is `stop` or `length`; version is the weights version, int32 [n] where it changed within the turn. candidates: per
+    token the ids over which that policy was renormalised, int32 ascending, or None where nothing was cut off; None for all
+    of it where that holds throughout."""
 
     tokens: np.ndarray
     logprob: np.ndarray
     finish: str
-    version: int
+    version: int | np.ndarray
     candidates: tuple[np.ndarray | None, ...] | None = None
 
 
@@ -61,3 +62,33 @@ class SamplingEngine(Protocol):
 
     def load_weights(self, weights: Iterable[tuple[str, object]], version: int) -> None:
         """Take the student's weights under their Hugging Face names; all caches are dropped."""
+
+
+@runtime_checkable
+class StreamingEngine(SamplingEngine, Protocol):
+    """An engine that writes turns while others are asked for. Requests under `generate` and `submit` never mix: `generate`
+    is called while nothing is under way. New weights may come while turns are under way: these go on with the tokens they
+    have, each with the version that sampled it, behind a prompt that the new weights read again."""
+
+    def submit(self, key: Hashable, request: Request, options: SamplingOptions) -> None:
+        """Begin one turn. Raises ValueError as `generate` does, and for a key that is under way."""
+
+    def poll(self, timeout: float = 0.0) -> list[tuple[Hashable, Completion | EngineTrouble]]:
+        """Turns that have ended since the last call. An engine in this process works on meanwhile (at least one token of
+        every row); one elsewhere is waited for, at most `timeout` seconds and until something has ended."""
+
+    def abort(self, keys: Iterable[Hashable]) -> None:
+        """Forget turns under way, unknown keys too: they will not be heard of again."""
+
+    @property
+    def under_way(self) -> int:
+        """Turns that were submitted and have not ended."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineTrouble:
+    """Why a turn that was submitted was not written: `reason` is a category to count (`engine_down`, `engine_answer`, …),
+    `words` say more. The sequence can go on on another engine, or on this one later."""
+
+    reason: str
+    words: str
