@@ -9,29 +9,45 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mopd.config import Config, ConfigError, DomainConfig
+from mopd.config_domains import harnesses, worker_options
 from mopd.environments.base import EnvironmentFamily, Task
 from mopd.environments.demonstrations import demonstrate, write_transcripts
 from mopd.environments.pool import EnvironmentPool
 from mopd.environments.registry import make_family
 from mopd.environments.replay import Replayer
+from mopd.environments.workers import WorkerFamily
 from mopd.progress import Progress
+from mopd.sampling.harness import Harness, Harnesses
 from mopd.seeds import stable_seed
 
 
 class Domain:
-    """One domain, ready to play: `family`, `pool`, `tasks(split)`, `harness`. Close it to end its processes."""
+    """One domain, ready to play: `family`, `pool`, `tasks(split)`, `harnesses` (`harness` is the one with the largest share).
+    Close it to end its processes."""
 
     def __init__(self, name: str, config: DomainConfig):
-        from mopd.sampling.agent_loop import Harness
-
         self.name, self.config = name, config
-        self.family: EnvironmentFamily = make_family(config.environment, config.options)
+        self.family: EnvironmentFamily = (
+            WorkerFamily(config.environment, config.options, workers=worker_options(config)) if config.worker_processes
+            else make_family(config.environment, config.options))
         self.pool = EnvironmentPool(self.family, size=config.environments, workers=config.workers)
-        system = self.family.system_prompt if config.system_prompt is None else config.system_prompt
-        self.harness = Harness(system_prompt=system, max_turns=config.max_turns, max_turn_tokens=config.max_turn_tokens,
-                               max_context_tokens=config.max_context_tokens)
+        self.harnesses = harnesses(config, self.family.system_prompt)
         self._tasks: dict[str, list[Task]] = {}
         self._replayer: Replayer | None = None
+
+    @property
+    def workers(self) -> dict[str, int]:
+        """What became of the worker processes so far (see WorkerFamily.counts); empty where there are none."""
+        return dict(self.family.counts) if isinstance(self.family, WorkerFamily) else {}
+
+    @property
+    def harness(self) -> Harness:
+        """The harness with the largest share. Set, it is the only one."""
+        return self.harnesses[self.harnesses.main]
+
+    @harness.setter
+    def harness(self, harness: Harness) -> None:
+        self.harnesses = Harnesses({"": harness})
 
     def tasks(self, split: str) -> list[Task]:
         """Tasks of a split; an empty split is a ConfigError that names the domain."""

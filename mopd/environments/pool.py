@@ -57,6 +57,10 @@ class PooledEnvironment:
         listing = getattr(self._environment, "possible_actions", None)
         return None if listing is None else tuple(self._guarded(listing))
 
+    def rest(self) -> None:
+        """Its episode is over. Environments that want to know have a method `rest`."""
+        getattr(self._environment, "rest", lambda: None)()
+
     def close(self) -> None:
         self._environment.close()
 
@@ -139,6 +143,8 @@ class EnvironmentPool:
 
     def release(self, environment: PooledEnvironment) -> None:
         """Give an environment back, whatever its state; one that broke is closed."""
+        if not environment.broken:
+            environment.rest()
         with self._lock:
             keep = not (environment.broken or self._closed or len(self._idle) >= self._size)
             if keep:

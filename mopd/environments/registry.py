@@ -16,6 +16,11 @@ FAMILIES = {
     "textworld_express": "mopd.environments.textworld_express:TextWorldExpressFamily",
     "scienceworld": "mopd.environments.scienceworld:ScienceWorldFamily",
     "babyai": "mopd.environments.babyai:BabyAIFamily",
+    "gymnasium_text": "mopd.environments.gymnasium_text:GymnasiumTextFamily",
+    "reasoning_gym": "mopd.environments.reasoning_gym:ReasoningGymFamily",
+    "jsonl_tasks": "mopd.environments.jsonl_tasks:JsonlTasksFamily",
+    "verifiers": "mopd.environments.verifiers_tasks:VerifiersFamily",
+    "openenv": "mopd.environments.openenv:OpenEnvFamily",
 }
 
 

@@ -103,7 +103,7 @@ def test_every_turn_is_restored_with_what_was_seen(name, expert_play, renderer, 
         assert sequence.outcome.success and "sing" in sequence.actions
         store.append(sequence)
     store.commit("expert")
-    conversations = {i: Conversation(i, store.sequence(i), renderer, family.system_prompt) for i in store.ids()}
+    conversations = {i: Conversation(i, store.sequence(i), renderer, Harness(family.system_prompt)) for i in store.ids()}
     with EnvironmentPool(family, size=2) as pool:
         points = list(store.decision_points("play"))
         assert len(points) == sum(s.turns for s in sequences)
@@ -144,7 +144,7 @@ def test_what_was_tampered_with_is_named(name, expert_play, renderer):
     }
     with EnvironmentPool(family, size=2) as pool:
         for what, (changed, turn) in cases.items():
-            conversation = Conversation("f" * 64, changed, renderer, family.system_prompt)
+            conversation = Conversation("f" * 64, changed, renderer, Harness(family.system_prompt))
             witness = conversation.witness if what in ("seed", "action", "observation") else None
             with pytest.raises(ReplayDiverged) as caught:
                 restore(Recording.of("f" * 64, changed), last, pool, witness=witness)
@@ -199,7 +199,7 @@ def test_what_cannot_be_replayed_is_refused_before_anything_is_played(renderer, 
 
 def test_another_system_prompt_is_no_divergence(renderer):
     sequence = corridor(renderer)
-    conversation = Conversation("a" * 64, sequence, renderer, "Say something else.")
+    conversation = Conversation("a" * 64, sequence, renderer, Harness("Say something else."))
     with EnvironmentPool(CorridorFamily(), size=1) as pool:
         with pytest.raises(ReplayRefused, match="with other words around it.*set domains.play.system_prompt"):
             restore(conversation.recording, 1, pool, witness=conversation.witness)
