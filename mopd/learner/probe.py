@@ -11,6 +11,9 @@ from mopd.learner.engine import Learner
 from mopd.learner.packing import pack
 from mopd.losses.objectives import label_logprob
 from mopd.rows import STREAMS, Action, Row
+from mopd.sampling.weight_folder import Probe, WeightsDiffer
+
+__all__ = ["LIMIT", "LOW_PRECISION_LIMIT", "TOKENS", "WeightsDiffer", "check_weights", "learner_logprobs", "make_probe"]
 
 TOKENS = 24
 LIMIT = {torch.float32: 1e-3, torch.float64: 1e-3}
@@ -19,8 +22,13 @@ LOW_PRECISION_LIMIT = 0.2
 # come gives tenths of nats to whole ones.
 
 
-class WeightsDiffer(RuntimeError):
-    """The engine samples with other weights than the learner trains; the message has both numbers."""
+def make_probe(learner: Learner, *, seed: int = 0) -> Probe:
+    """Tokens drawn by `seed` alone with the learner's log-probabilities and the tolerance of its dtype. Every rank must call
+    it; it costs one forward pass over TOKENS tokens."""
+    vocabulary = int(learner.model.config.get_text_config().vocab_size)
+    tokens = np.random.default_rng(seed).integers(0, vocabulary, TOKENS).astype(np.uint32)
+    limit = LIMIT.get(next(learner.model.parameters()).dtype, LOW_PRECISION_LIMIT)
+    return Probe(tokens, learner_logprobs(learner, tokens), limit)
 
 
 def check_weights(learner: Learner, score: Callable[[np.ndarray], np.ndarray], *, seed: int = 0) -> float:
@@ -29,19 +37,8 @@ def check_weights(learner: Learner, score: Callable[[np.ndarray], np.ndarray], *
 
     Raises WeightsDiffer where it is above what rounding explains.
     """
-    vocabulary = int(learner.model.config.get_text_config().vocab_size)
-    tokens = np.random.default_rng(seed).integers(0, vocabulary, TOKENS).astype(np.uint32)
-    own, given = learner_logprobs(learner, tokens), np.asarray(score(tokens), np.float32)
-    gaps = np.abs(own - given)
-    worst = int(np.argmax(np.where(np.isfinite(gaps), gaps, np.inf)))
-    limit = LIMIT.get(next(learner.model.parameters()).dtype, LOW_PRECISION_LIMIT)
-    if not gaps[worst] <= limit:
-        raise WeightsDiffer(
-            f"after step {learner.step} the engine gives token {worst + 1} of a fixed text the log-probability "
-            f"{given[worst]:.5f}, the learner {own[worst]:.5f} (they may differ by {limit:g}): the engine does not have the "
-            "learner's weights, so nothing that it samples can be trusted. Start anew, and with deepspeed.zero_stage=1 if it "
-            "happens again")
-    return float(gaps[worst])
+    probe = make_probe(learner, seed=seed)
+    return probe.check(score(probe.tokens), version=learner.step)
 
 
 def learner_logprobs(learner: Learner, tokens: np.ndarray) -> np.ndarray:

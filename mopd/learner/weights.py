@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import re
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from mopd.learner.engine import Learner
 from mopd.learner.moe import gathered
 
 LAYOUTS = ("module", "checkpoint")
+_LAYER = re.compile(r"(?:[^.\d]+\.)*\d*")  # a name up to its first number: "model.layers.3"
 
 
 def named_weights(learner: Learner, *, layout: str = "module") -> Iterator[tuple[str, torch.Tensor]]:
@@ -18,12 +21,13 @@ def named_weights(learner: Learner, *, layout: str = "module") -> Iterator[tuple
     at a time, so every rank must consume the iterator.
 
     layout  module: names of the module in memory (what an in-process Transformers engine takes), no copies outside
-            ZeRO-3; checkpoint: names as saved (one matrix per expert), what vLLM's loaders take
+            ZeRO-3; checkpoint: names as saved (one matrix per expert), what vLLM's loaders take. A layer at a time is then
+            whole in memory
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
     weights = _module_weights(learner.model) if learner.experts is None else learner.experts.named_weights(learner.model)
-    return weights if layout == "module" else _as_saved(learner.model, dict(weights)).__iter__()
+    return weights if layout == "module" else _as_saved(learner.model, weights)
 
 
 def state_dict(learner: Learner) -> dict[str, torch.Tensor]:
@@ -39,7 +43,10 @@ def _module_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor.clone() if split else tensor
 
 
-def _as_saved(model: nn.Module, weights: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+def _as_saved(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights under the names and in the shapes in which Transformers saves this model, one layer after the other:
+    no conversion of its reaches over layers."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    return list(revert_weight_conversion(model, weights).items())
+    for _, layer in itertools.groupby(weights, key=lambda item: _LAYER.match(item[0])[0]):
+        yield from revert_weight_conversion(model, dict(layer)).items()

@@ -42,13 +42,15 @@ class Completion:
     """tokens uint32 [n]; logprob float32 [n] under the policy that really sampled (temperature, top-p, top-k applied);
     finish is `stop` or `length`; version is the weights version, int32 [n] where it changed within the turn. candidates: per
     token the ids over which that policy was renormalised, int32 ascending, or None where nothing was cut off; None for all
-    of it where that holds throughout."""
+    of it where that holds throughout. experts: int16 [T + n - 1, L, k], the experts of every MoE layer for each token of the
+    request and of the turn but its last, which was never fed; None where the engine does not report them."""
 
     tokens: np.ndarray
     logprob: np.ndarray
     finish: str
     version: int | np.ndarray
     candidates: tuple[np.ndarray | None, ...] | None = None
+    experts: np.ndarray | None = None
 
 
 @runtime_checkable

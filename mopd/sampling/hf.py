@@ -11,34 +11,24 @@ import copy
 import heapq
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from mopd.sampling.base import Completion, Request, SamplingOptions
-from mopd.sampling.draws import Drawn, check_options, draw, uniforms
-from mopd.sampling.shared_prefix import common_prefix, plan_prefixes
-from mopd.sampling.slot_cache import ATTENTION_NAME, MAX_IDLE, Plan, SlotCache, active_plan
+from mopd.sampling.draws import check_options
+from mopd.sampling.hf_rows import Rows, turn_limit
+from mopd.sampling.hf_stream import Stream
+from mopd.sampling.slot_cache import ATTENTION_NAME, Plan, SlotCache, active_plan
+from mopd.sampling.weight_folder import folder_weights
 
 _EXPERT = re.compile(r"(.*experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 
 
-def turn_limit(request: Request, options: SamplingOptions) -> int:
-    """Most tokens that this request may sample."""
-    return options.max_tokens if request.max_tokens is None else min(request.max_tokens, options.max_tokens)
-
-
-class _Job:
-    """Tokens [start, start + len(tokens)) of a slot to compute; `wants`: offset → the requests that sample there."""
-
-    def __init__(self, slot: int, start: int, tokens: np.ndarray, wants: dict[int, list[int]]):
-        self.slot, self.start, self.tokens, self.wants = slot, start, tokens, wants
-
-
 class HFEngine:
-    """A SamplingEngine around a causal language model of Transformers.
+    """A StreamingEngine around a causal language model of Transformers.
 
     model                    a PreTrainedModel; the engine works on its own copy, so that training may go on
     device                   where the copy lives
@@ -48,10 +38,12 @@ class HFEngine:
     max_cache_bytes          beyond this, caches of idle sessions are dropped, least recently used first
     version                  weights version of `model`
     verify                   compare a probe with the model's plain forward pass at construction
+    report_experts           completions say which experts each token went to (`Completion.experts`), as routing replay needs
 
     `stats` counts tokens and seconds: prefill_tokens (computed), shared_tokens (taken from another row's or an earlier
     turn's cache), sampled_tokens, decode_steps, prefill_seconds, decode_seconds, evicted_sessions.
-    Raises ValueError for a model whose attention cannot be exchanged, RuntimeError when the probe disagrees.
+    Raises ValueError for a model whose attention cannot be exchanged, CannotReplay where it shall report experts and cannot,
+    RuntimeError when the probe disagrees.
     """
 
     tells_ends = True  # `generate` takes `ended`
@@ -67,6 +59,7 @@ class HFEngine:
         max_cache_bytes: int = 2**31,
         version: int = 0,
         verify: bool = True,
+        report_experts: bool = False,
     ):
         if max_batch < 1 or prefill_tokens < 1:
             raise ValueError(f"max_batch {max_batch} and prefill_tokens {prefill_tokens} must be at least 1")
@@ -93,6 +86,12 @@ class HFEngine:
             ("prefill_tokens", "shared_tokens", "sampled_tokens", "decode_steps", "evicted_sessions"), 0
         ) | {"prefill_seconds": 0.0, "decode_seconds": 0.0}
         self._cache = SlotCache()
+        self.reports_experts = report_experts
+        if report_experts:
+            from mopd.learner.routing import tell_routes
+
+            tell_routes(self.model, self._cache.note_routes)
+        self._stream: Stream | None = None
         self._forget()
         with torch.inference_mode():
             probe = np.random.Generator(np.random.Philox(key=0)).integers(0, self.vocabulary, 12)
@@ -118,11 +117,18 @@ class HFEngine:
         self._free: list[int] = list(range(self._cache.slots))
 
     def end_sessions(self, sessions: Iterable[str]) -> None:
-        """Forget the caches of finished sequences; unknown names are ignored (their cache may have been dropped)."""
+        """Forget the caches of finished sequences; unknown names are ignored (their cache may have been dropped). Raises
+        ValueError for a session with a turn under way."""
+        busy = self._stream.sessions if self._stream is not None else set()
         for session in sessions:
-            slot = self._session_slot.pop(session, None)
-            if slot is not None:
-                self._release(slot)
+            if session in busy:
+                raise ValueError(f"session {session!r} has a turn under way; abort it before the session ends")
+            self._end_session(session)
+
+    def _end_session(self, session: str) -> None:
+        slot = self._session_slot.pop(session, None)
+        if slot is not None:
+            self._release(slot)
 
     def _release(self, slot: int) -> None:
         self._slot_session.pop(slot, None)
@@ -130,11 +136,15 @@ class HFEngine:
         heapq.heappush(self._free, slot)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Copy weights in place under their Hugging Face names; all caches are dropped.
+        """Copy weights in place under their Hugging Face names; all caches are dropped. Turns under way go on: what they have
+        is read again under the new weights, each token keeps the version that sampled it.
 
         Names are those of the module or of its saved folder (experts one by one). Raises ValueError naming an unknown
         name, a wrong shape, or weights that did not come; the engine must not be used after such an error.
         """
+        if self._stream is not None:
+            self._stream.unseat()
+        self._forget()
         targets = dict(self.model.named_parameters(remove_duplicate=False)) | dict(self.model.named_buffers())
         seen: set[int] = set()
         pieces: dict[str, int] = {}
@@ -162,7 +172,11 @@ class HFEngine:
         if missing:
             raise ValueError(f"weights lack {len(missing)} of the model's parameters, first {missing[0]!r}")
         self.version = version
-        self._forget()
+
+    def load_folder(self, folder: str | Path, version: int) -> None:
+        """Take the weights of a published folder (mopd/sampling/weight_folder.py), copied in place from mapped files. Raises
+        WeightFolderError, before anything is copied, where the folder is not whole."""
+        self.load_weights(folder_weights(folder), version)
 
     # Generation
 
@@ -172,19 +186,83 @@ class HFEngine:
         soon as it is written, while others still are.
 
         Draws depend on a request's seed alone. Raises ValueError for empty or foreign tokens, a session named twice,
-        or a request that cannot fit the model's positions.
+        or a request that cannot fit the model's positions; RuntimeError while submitted turns are under way.
         """
         check_options(options)
         self._check_requests(requests, options)
+        if self.under_way:
+            raise RuntimeError(f"{self.under_way} submitted turns are under way; poll them to their end before generate")
         if not requests:
             return []
         try:
             with torch.inference_mode():
-                return _Generation(self, requests, options).run(ended)
+                return self._generate(requests, options, ended)
         except BaseException:
             # Tables may be half changed: a cache that might not hold what it says is worse than none.
             self._forget()
             raise
+
+    def _generate(self, requests: list[Request], options: SamplingOptions,
+                  ended: Callable[[int, Completion], None] | None) -> list[Completion]:
+        rows = Rows(self, len(requests), max(turn_limit(r, options) for r in requests))
+        for i, request in enumerate(requests):
+            rows.put(i, request, options)
+        cached = [r.session in self._session_slot for r in requests]
+        # Growing sessions first, then by tokens, so that prompts with common beginnings enter together.
+        order = sorted(range(len(requests)), key=lambda i: (not cached[i], rows.prompts[i].astype(">u4").tobytes(), i))
+        waiting, refill, told = order[::-1], max(1, self.max_batch // 4), 0
+        while waiting or rows.live:
+            started, room = time.perf_counter(), self.max_batch - len(rows.live)
+            if waiting and (not rows.live or room >= min(refill, len(waiting))):
+                rows.admit([waiting.pop() for _ in range(min(room, len(waiting)))])
+                self.stats["prefill_seconds"] += time.perf_counter() - started
+            else:
+                rows.step(compact=not waiting)
+                self.stats["decode_seconds"] += time.perf_counter() - started
+            if ended is not None:
+                for i in rows.over[told:]:
+                    ended(i, rows.completion(i))
+                told = len(rows.over)
+        return [rows.completion(i) for i in range(len(requests))]
+
+    # Turns that come one by one
+
+    @property
+    def under_way(self) -> int:
+        """Turns that were submitted and have not ended."""
+        return len(self._stream.turns) if self._stream is not None else 0
+
+    def submit(self, key: Hashable, request: Request, options: SamplingOptions) -> None:
+        """Begin one turn; it enters the batch with the next `poll` that finds room. Draws depend on the request's seed alone,
+        so it gets the tokens that `generate` would give it. Raises ValueError as `generate` does, for a key that is under
+        way, and for a session with another turn under way."""
+        check_options(options)
+        self._check_requests([request], options)
+        if self._stream is None:
+            self._stream = Stream(self)
+        if key in self._stream.turns:
+            raise ValueError(f"a turn with the key {key!r} is under way")
+        if request.session is not None and request.session in self._stream.sessions:
+            raise ValueError(f"session {request.session!r} has a turn under way")
+        self._stream.submit(key, request, options)
+
+    @torch.inference_mode()
+    def poll(self, timeout: float = 0.0) -> list[tuple[Hashable, Completion]]:
+        """Turns that have ended. Works until one has or `timeout` seconds are over, and writes at least one token of each row
+        in the batch. Where the work itself fails, every turn under way is forgotten."""
+        if not self.under_way:
+            return []
+        try:
+            return self._stream.poll(timeout)
+        except BaseException:
+            self._stream = None
+            self._forget()
+            raise
+
+    def abort(self, keys: Iterable[Hashable]) -> None:
+        """Forget turns under way, unknown keys too; their places are free at once."""
+        if self._stream is not None:
+            self._stream.abort(keys)
 
     def _check_requests(self, requests: list[Request], options: SamplingOptions) -> None:
         names = [r.session for r in requests if r.session is not None]
@@ -229,7 +307,7 @@ class HFEngine:
             for session in [s for s in self._session_slot if s not in protected]:
                 if missing <= 0:
                     break
-                self.end_sessions([session])
+                self._end_session(session)
                 self.stats["evicted_sessions"] += 1
                 missing -= 1
         if missing > 0:
@@ -245,11 +323,11 @@ class HFEngine:
     @torch.inference_mode()
     def score(self, tokens: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: log-probability at temperature 1 of each of `tokens` uint32 [T] but the first, given those before
-        it, with the present weights. Drops the caches of all sessions."""
+        it, with the present weights. Turns under way are not disturbed."""
         ids = np.asarray(tokens).astype(np.int64)
-        slot = self._acquire(1, len(ids), set())[0]
+        slot = self._acquire(1, len(ids), self._stream.rows.names if self._stream is not None else set())[0]
         logits = self._forward(Plan(np.array([slot]), np.array([0]), np.array([len(ids)]), self.device), ids, None)
-        self._forget()
+        self._release(slot)
         labels = torch.from_numpy(ids[1:]).to(self.device)[:, None]
         return torch.log_softmax(logits[:-1].float(), dim=-1).gather(1, labels)[:, 0].cpu().numpy()
 
@@ -273,234 +351,3 @@ class HFEngine:
                 f"{worst:.3g} in log-probability (allowed {tolerance:g}); sample this model with the vllm engine"
             )
 
-
-class _Generation:
-    """One call of `generate`: which request sits in which slot, and what it has sampled so far."""
-
-    def __init__(self, engine: HFEngine, requests: list[Request], options: SamplingOptions):
-        self.engine, self.requests, self.options = engine, requests, options
-        count = len(requests)
-        self.limits = np.array([turn_limit(r, options) for r in requests])
-        width = int(self.limits.max())
-        self.prompts = [np.asarray(r.tokens).astype(np.int64) for r in requests]
-        self.lengths = np.array([len(p) for p in self.prompts])
-        self.tokens = np.empty((count, width), dtype=np.int64)
-        self.logprobs = np.empty((count, width), dtype=np.float32)
-        # By request, only where something is cut off: most runs keep nothing.
-        self.candidates: dict[int, list[np.ndarray | None]] = {}
-        self.counts = np.zeros(count, dtype=np.int64)
-        self.uniforms = np.empty((count, width))
-        self.stops = np.zeros(engine.vocabulary, dtype=bool)
-        self.stops[list(options.stop_ids)] = True
-        self.slot_of = np.full(count, -1, dtype=np.int64)
-        self.live: list[int] = []
-        self.over: list[int] = []  # in the order in which they ended
-        self.names = {r.session for r in requests if r.session is not None}
-        cached = [r.session in engine._session_slot for r in requests]
-        # Growing sessions first, then by tokens, so that prompts with common beginnings enter together.
-        order = sorted(range(count), key=lambda i: (not cached[i], self.prompts[i].astype(">u4").tobytes(), i))
-        self.waiting = order[::-1]
-
-    def run(self, ended: Callable[[int, Completion], None] | None = None) -> list[Completion]:
-        engine, stats = self.engine, self.engine.stats
-        refill = max(1, engine.max_batch // 4)
-        told = 0
-        while self.waiting or self.live:
-            room = engine.max_batch - len(self.live)
-            if self.waiting and (not self.live or room >= min(refill, len(self.waiting))):
-                started = time.perf_counter()
-                wave = [self.waiting.pop() for _ in range(min(room, len(self.waiting)))]
-                self._admit(wave)
-                stats["prefill_seconds"] += time.perf_counter() - started
-            else:
-                started = time.perf_counter()
-                self._compact()
-                self._step()
-                stats["decode_seconds"] += time.perf_counter() - started
-            if ended is not None:
-                for request in self.over[told:]:
-                    ended(request, self._completion(request))
-                told = len(self.over)
-        return [self._completion(i) for i in range(len(self.requests))]
-
-    def _completion(self, request: int) -> Completion:
-        count = self.counts[request]
-        tokens = self.tokens[request, :count].astype(np.uint32)
-        finish = "stop" if self.stops[tokens[-1]] else "length"
-        sets = self.candidates.get(request, ())
-        candidates = tuple(sets) if any(ids is not None for ids in sets) else None
-        return Completion(tokens, self.logprobs[request, :count].copy(), finish, self.engine.version, candidates)
-
-    # Entering
-
-    def _admit(self, wave: list[int]) -> None:
-        """Prefill the prompts of `wave`, as far as nothing of them is cached, and draw their first tokens."""
-        engine = self.engine
-        longest = max(len(self.prompts[i]) + int(self.limits[i]) for i in wave)
-        jobs: list[_Job] = []
-        fresh: dict[int, np.ndarray] = {}
-        for i in wave:
-            session, prompt = self.requests[i].session, self.prompts[i]
-            self.uniforms[i, : self.limits[i]] = uniforms(self.requests[i].seed, int(self.limits[i]))
-            slot = engine._session_slot.get(session) if session is not None else None
-            shared = 0
-            if slot is not None:
-                shared = min(common_prefix(engine._cached[slot], prompt), len(prompt) - 1)
-                engine._session_slot[session] = engine._session_slot.pop(session)
-            if shared == 0:
-                fresh[i] = prompt
-            else:
-                self.slot_of[i] = slot
-                engine.stats["shared_tokens"] += shared
-                jobs.append(_Job(slot, shared, prompt[shared:], {len(prompt) - shared - 1: [i]}))
-            if slot is not None and shared == 0:
-                engine.end_sessions([session])
-        self._place(list(fresh), longest)
-        trunks, trunk_copies, copies = self._plan_fresh(fresh, jobs)
-        first: dict[int, torch.Tensor] = {}
-        self._prefill(trunks, first)
-        for source, targets, length in trunk_copies:
-            engine._cache.copy([source] * len(targets), targets, length)
-        self._prefill(jobs, first)
-        for source, targets, length in copies:
-            engine._cache.copy([source] * len(targets), targets, length)
-        logits = torch.stack([first[i] for i in wave])
-        self.live = sorted(self.live + wave, key=lambda i: self.slot_of[i])
-        uniform = torch.from_numpy(self.uniforms[wave, 0]).to(engine.device)
-        self._record(np.array(wave), draw(logits, uniform, self.options))
-
-    def _place(self, wave: list[int], longest: int) -> None:
-        engine = self.engine
-        engine._cache.reserve(engine._cache.slots, longest)
-        for i, slot in zip(wave, engine._acquire(len(wave), longest, self.names), strict=True):
-            self.slot_of[i] = slot
-            session = self.requests[i].session
-            if session is not None:
-                engine._session_slot[session] = slot
-                engine._slot_session[slot] = session
-
-    def _plan_fresh(self, fresh: dict[int, np.ndarray], jobs: list[_Job]):
-        """Append jobs for prompts without a cache; returns trunk jobs, copies after them, and copies at the end."""
-        leaders = plan_prefixes(fresh)
-        slots = [int(self.slot_of[leader.members[0][1][0]]) for leader in leaders]
-        trunks: list[_Job] = []
-        followers: dict[int, list[int]] = {}
-        copies = []
-        total = sum(len(p) for p in fresh.values())
-        for number, leader in enumerate(leaders):
-            if leader.trunk == number:
-                trunks.append(_Job(slots[number], 0, leader.tokens[: leader.shared], {}))
-            elif leader.trunk >= 0:
-                followers.setdefault(leader.trunk, []).append(slots[number])
-            wants = {length - 1 - leader.shared: members for length, members in leader.members}
-            jobs.append(_Job(slots[number], leader.shared, leader.tokens[leader.shared :], wants))
-            targets = [int(self.slot_of[i]) for _, members in leader.members for i in members]
-            targets.remove(slots[number])
-            if targets:
-                copies.append((slots[number], targets, len(leader.tokens)))
-            total -= len(leader.tokens) - (leader.shared if leader.trunk != number else 0)
-        self.engine.stats["shared_tokens"] += total
-        lengths = {number: leaders[number].shared for number in followers}
-        return trunks, [(slots[n], targets, lengths[n]) for n, targets in followers.items()], copies
-
-    def _prefill(self, jobs: list[_Job], first: dict[int, torch.Tensor]) -> None:
-        """Run jobs in passes of similar lengths; `first` receives the logits where requests sample."""
-        engine = self.engine
-        jobs = sorted(jobs, key=lambda job: (len(job.tokens), job.slot))
-        while jobs:
-            size = 1
-            while size < len(jobs) and (size + 1) * len(jobs[size].tokens) <= engine.prefill_tokens:
-                size += 1
-            batch, jobs = sorted(jobs[:size], key=lambda job: job.slot), jobs[size:]
-            counts = np.array([len(job.tokens) for job in batch])
-            offsets = np.cumsum(counts) - counts
-            plan = Plan(
-                np.array([job.slot for job in batch]), np.array([job.start for job in batch]), counts, engine.device
-            )
-            places = [
-                (int(offset) + at, members)
-                for offset, job in zip(offsets, batch, strict=True)
-                for at, members in job.wants.items()
-            ]
-            keep = np.array([place for place, _ in places] or [0])
-            logits = engine._forward(plan, np.concatenate([job.tokens for job in batch]), keep)
-            for row, (_, members) in enumerate(places):
-                for i in members:
-                    first[i] = logits[row]
-            engine.stats["prefill_tokens"] += int(counts.sum())
-
-    # Decoding
-
-    def _step(self) -> None:
-        """One token for every live row, which stand in the order of their slots."""
-        engine = self.engine
-        live = np.array(self.live)
-        counts = self.counts[live]
-        plan = Plan(self.slot_of[live], self.lengths[live] + counts - 1, None, engine.device)
-        logits = engine._forward(plan, self.tokens[live, counts - 1], None)
-        uniform = torch.from_numpy(self.uniforms[live, counts]).to(engine.device)
-        self._record(live, draw(logits, uniform, self.options))
-        engine.stats["decode_steps"] += 1
-
-    def _record(self, requests: np.ndarray, found: Drawn) -> None:
-        """Note one sampled token per request; rows that are done leave."""
-        drawn = found.ids.cpu().numpy()
-        counts = self.counts[requests]
-        self.tokens[requests, counts] = drawn
-        self.logprobs[requests, counts] = found.logprob.cpu().numpy()
-        if found.kept is not None:
-            for request, ids in zip(requests.tolist(), found.candidates(), strict=True):
-                self.candidates.setdefault(request, []).append(ids)
-        self.counts[requests] = counts + 1
-        self.engine.stats["sampled_tokens"] += len(requests)
-        done = self.stops[drawn] | (counts + 1 >= self.limits[requests])
-        if done.any():
-            finished = set(requests[done].tolist())
-            for i in sorted(finished):
-                self._leave(i)
-            self.live = [i for i in self.live if i not in finished]
-            self.over += sorted(finished)
-
-    def _leave(self, request: int) -> None:
-        engine, slot = self.engine, int(self.slot_of[request])
-        if self.requests[request].session is None:
-            engine._release(slot)
-        else:
-            # The last token was sampled but never fed, so it is not cached.
-            sampled = self.tokens[request, : self.counts[request] - 1]
-            engine._cached[slot] = np.concatenate([self.prompts[request], sampled])
-
-    def _compact(self) -> None:
-        """When live rows are spread thin over the slots and nobody waits, move the highest into the holes below."""
-        slots = self.slot_of[self.live]
-        live = len(slots)
-        if self.waiting or int(slots[-1]) - int(slots[0]) < MAX_IDLE * live:
-            return
-        engine = self.engine
-        taken = set(slots.tolist())
-        movers = [i for i in self.live if self.slot_of[i] >= live]
-        targets = [s for s in range(live) if s not in taken]
-        sources = [int(self.slot_of[i]) for i in movers]
-        length = max(int(self.lengths[i] + self.counts[i]) for i in movers)
-        length = max([length, *(len(engine._cached[s]) for s in targets if s in engine._cached)])
-        engine._cache.exchange(sources, targets, length)
-        free = set(engine._free)
-        for i, source, target in zip(movers, sources, targets, strict=True):
-            self.slot_of[i] = target
-            if target in engine._cached:
-                engine._cached[source] = engine._cached.pop(target)
-            else:
-                free.remove(target)
-                free.add(source)
-            self._rename(source, target)
-        engine._free = sorted(free)
-        self.live.sort(key=lambda i: self.slot_of[i])
-
-    def _rename(self, source: int, target: int) -> None:
-        """Exchange the sessions of two slots in the engine's tables."""
-        engine = self.engine
-        names = engine._slot_session.pop(source, None), engine._slot_session.pop(target, None)
-        for name, slot in zip(names, (target, source), strict=True):
-            if name is not None:
-                engine._slot_session[slot] = name
-                engine._session_slot[name] = slot
