@@ -28,6 +28,9 @@ class Action:
     outcome_advantage  Â_outcome of its sequence (0 where α = 0)
     candidates         per token the ids over which µ was renormalised (top-k, top-p), an integer array with the token
                        among them; None where nothing was cut off, and None for all of it where that holds throughout
+    experts            int16 [m, L, k], the experts of every MoE layer for the m tokens before the action's last one (which
+                       never entered the model): its own first n - 1, and what is known of those before it. -1 where nothing
+                       is known of a token; None for all of it
     """
 
     at: int
@@ -40,6 +43,7 @@ class Action:
     group: int
     outcome_advantage: float = 0.0
     candidates: tuple[np.ndarray | None, ...] | None = None
+    experts: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)

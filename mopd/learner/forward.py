@@ -38,7 +38,8 @@ def hidden_at_loss_tokens(model: nn.Module, batch: MicroBatch) -> torch.Tensor:
     extra: dict[str, Any] = {}
     if use_packed_attention(model):
         window = sliding_window(config)
-        packed = Packed(trunk=batch.trunk, causal=window is None or window >= batch.trunk)
+        packed = Packed(trunk=batch.trunk, causal=window is None or window >= batch.trunk,
+                        routes=None if batch.routes is None else batch.routes.flatten(0, 1))
         extra["packed"] = packed
     if batch.prefix_ids is not None:
         if not extra:
@@ -46,7 +47,8 @@ def hidden_at_loss_tokens(model: nn.Module, batch: MicroBatch) -> torch.Tensor:
                              f"{type(model).__name__} runs {config._attn_implementation!r}; take 'full'")
         packed.prefix = {}
         with torch.no_grad():
-            base(input_ids=batch.prefix_ids, use_cache=False, packed=Packed(keep=packed.prefix))
+            base(input_ids=batch.prefix_ids, use_cache=False, packed=Packed(
+                keep=packed.prefix, routes=None if batch.prefix_routes is None else batch.prefix_routes.flatten(0, 1)))
     output = base(
         input_ids=batch.input_ids,
         # Rows without branches have consecutive positions: the model's own default.

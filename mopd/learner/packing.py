@@ -17,8 +17,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from mopd.learner.routing import UNKNOWN, place_routes
 from mopd.losses.candidates import CandidateSets, join_candidates
-from mopd.rows import Row
+from mopd.rows import Action, Row
 
 # Per-loss-token fields in their fixed order; `weight` is filled by the step.
 TOKEN_FIELDS = (
@@ -57,6 +58,8 @@ class MicroBatch:
     extra              further tensors with one row per loss token (teacher scores), moved along by `to`
     candidates         N CandidateSets, over which µ was renormalised and over which student and teachers are to be; None
                        where nothing was cut off anywhere
+    routes, prefix_routes  int16 [B, T, L, k], [B, P, L, k], the experts to be replayed for every token that is computed, -1
+                       where it is free; None where nothing is replayed
     """
 
     input_ids: torch.Tensor
@@ -82,6 +85,8 @@ class MicroBatch:
     prefix_valid: torch.Tensor | None = None
     extra: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     candidates: CandidateSets | None = None
+    routes: torch.Tensor | None = None
+    prefix_routes: torch.Tensor | None = None
 
     @property
     def loss_tokens(self) -> int:
@@ -170,6 +175,10 @@ def check_row(row: Row) -> None:
                 if ids is not None and not (ids == token).any():
                     bad(f"action {i}: token {place}, id {token}, is not in its candidate set of {len(ids)} ids; the set must "
                         "be the one that it was sampled from")
+        if action.experts is not None and not (
+                action.experts.ndim == 3 and n - 1 <= len(action.experts) <= action.at + n - 1):
+            bad(f"action {i} starts after {action.at} tokens, has {n} and experts of shape {action.experts.shape}; they must "
+                "be [m, L, k] of the m tokens before its last one, its own among them")
         if not action.branch:
             if action.at + n > size:
                 bad(f"action {i} covers trunk tokens [{action.at}, {action.at + n}) of a trunk of {size}")
@@ -286,10 +295,38 @@ def _candidate_sets(rows, numbers) -> CandidateSets | None:
     return join_candidates([action.candidates for action in actions], [len(action.tokens) for action in actions])
 
 
-def _whole_row(row: Row, ids, positions, seen, before: int) -> list[tuple[int, np.ndarray]]:
+def _no_routes(rows: Sequence[Row], numbers: Sequence[int], *shape: int) -> np.ndarray | None:
+    """int16 [*shape, L, k] of unknown routes; None where no action of these rows has any. Raises InvalidRow where they are
+    not of one model."""
+    kinds = {action.experts.shape[1:]: rows[i] for i in numbers for action in rows[i].actions if action.experts is not None}
+    if len(kinds) > 1:
+        raise InvalidRow(f"row {list(kinds.values())[-1].origin or '(no origin)'} has experts of {list(kinds)[-1]} (layers, "
+                         f"experts per token), others of {list(kinds)[0]}: they are of another model")
+    return np.full((*shape, *next(iter(kinds))), UNKNOWN, np.int16) if kinds else None
+
+
+def _trunk_routes(row: Row, like: np.ndarray) -> np.ndarray:
+    """int16 [trunk, L, k] of one row: what its actions know."""
+    found = np.full((len(row.trunk), *like.shape[-2:]), UNKNOWN, np.int16)
+    for action in row.actions:
+        if action.experts is not None:
+            end = action.at if action.branch else action.at + len(action.tokens) - 1
+            own = len(action.tokens) - 1 if action.branch else 0
+            place_routes(found, action.experts[:len(action.experts) - own], end)
+    return found
+
+
+def _branch_routes(action: Action) -> np.ndarray | int:
+    """int16 [n - 1, L, k] of a branch's tokens but its last."""
+    return UNKNOWN if action.experts is None else action.experts[len(action.experts) - (len(action.tokens) - 1):]
+
+
+def _whole_row(row: Row, ids, positions, seen, before: int, routes=None) -> list[tuple[int, np.ndarray]]:
     """Fill one row of a part with its trunk and what branches off it; returns each action's number and the columns that
     predict its tokens. `seen` may be None where nothing branches off; its own columns start at `before`."""
     trunk, _ = _needed(row)
+    if routes is not None:
+        routes[:trunk] = _trunk_routes(row, routes)[:trunk]
     ids[:trunk], positions[:trunk] = row.trunk[:trunk], np.arange(trunk)
     if seen is not None:
         seen[:trunk, before:before + trunk] = np.tril(np.ones((trunk, trunk), dtype=bool))
@@ -300,6 +337,8 @@ def _whole_row(row: Row, ids, positions, seen, before: int) -> list[tuple[int, n
         if action.branch and n > 1:
             start, end = end, end + n - 1
             ids[start:end], positions[start:end] = action.tokens[:-1], np.arange(at, at + n - 1)
+            if routes is not None:
+                routes[start:end] = _branch_routes(action)
             seen[start:end, before:before + at] = True
             seen[start:end, before + start:before + end] = np.tril(np.ones((n - 1, n - 1), dtype=bool))
             source[1:] = np.arange(start, end)
@@ -324,10 +363,12 @@ def _lay_out(rows, numbers, pad_id, domain_number, stream_number) -> MicroBatch:
     valid = np.zeros((size, width), dtype=bool)
     branches = any(a.branch and len(a.tokens) > 1 for i in numbers for a in rows[i].actions)
     seen = np.zeros((size, width, width), dtype=bool) if branches else None
+    routes = _no_routes(rows, numbers, size, width)
     columns: dict[str, list[np.ndarray]] = {name: [] for name in TOKEN_FIELDS if name != "weight"}
     for b, number in enumerate(numbers):
         row = rows[number]
-        for a, source in _whole_row(row, ids[b], positions[b], None if seen is None else seen[b], 0):
+        for a, source in _whole_row(row, ids[b], positions[b], None if seen is None else seen[b], 0,
+                                    None if routes is None else routes[b]):
             _token_columns(columns, row, number, a, source + b * width, domain_number, stream_number)
         end = computed_length(row)
         valid[b, :end] = True
@@ -336,7 +377,8 @@ def _lay_out(rows, numbers, pad_id, domain_number, stream_number) -> MicroBatch:
         input_ids=torch.from_numpy(ids), position_ids=torch.from_numpy(positions), valid=torch.from_numpy(valid),
         attention=None if seen is None else torch.from_numpy(seen[:, None]),
         trunk=0 if seen is None else min(_needed(rows[i])[0] for i in numbers),
-        tokens=int(valid.sum()), candidates=_candidate_sets(rows, numbers), **_flat_fields(columns))
+        tokens=int(valid.sum()), candidates=_candidate_sets(rows, numbers),
+        routes=None if routes is None else torch.from_numpy(routes), **_flat_fields(columns))
 
 
 def _lay_out_detached(rows, numbers, pad_id, domain_number, stream_number) -> MicroBatch:
@@ -351,12 +393,15 @@ def _lay_out_detached(rows, numbers, pad_id, domain_number, stream_number) -> Mi
     positions = np.zeros((size, width), dtype=np.int64)
     valid = np.zeros((size, width), dtype=bool)
     seen = np.zeros((size, width, before + width), dtype=bool)
+    routes, prefix_routes = _no_routes(rows, numbers, size, width), _no_routes(rows, numbers, size, before)
     columns: dict[str, list[np.ndarray]] = {name: [] for name in TOKEN_FIELDS if name != "weight"}
     for b, number in enumerate(numbers):
         row, (prefix, own) = rows[number], parts[b]
+        if routes is not None and prefix:
+            prefix_routes[b, :prefix] = _trunk_routes(row, routes)[:prefix]
         prefix_ids[b, :prefix], prefix_valid[b, :prefix] = row.trunk[:prefix], True
         fill = _branches_behind_points if _only_branches(row) else _whole_row
-        for a, source in fill(row, ids[b], positions[b], seen[b], before):
+        for a, source in fill(row, ids[b], positions[b], seen[b], before, None if routes is None else routes[b]):
             _token_columns(columns, row, number, a, source + b * width, domain_number, stream_number)
         valid[b, :own] = True
         _pad(positions[b], seen[b], own, before)
@@ -364,22 +409,28 @@ def _lay_out_detached(rows, numbers, pad_id, domain_number, stream_number) -> Mi
         input_ids=torch.from_numpy(ids), position_ids=torch.from_numpy(positions), valid=torch.from_numpy(valid),
         attention=torch.from_numpy(seen[:, None]), prefix_ids=torch.from_numpy(prefix_ids),
         prefix_valid=torch.from_numpy(prefix_valid), tokens=int(valid.sum()) + int(prefix_valid.sum()),
-        candidates=_candidate_sets(rows, numbers), **_flat_fields(columns))
+        candidates=_candidate_sets(rows, numbers), routes=None if routes is None else torch.from_numpy(routes),
+        prefix_routes=None if routes is None else torch.from_numpy(prefix_routes), **_flat_fields(columns))
 
 
-def _branches_behind_points(row: Row, ids, positions, seen, before: int) -> list[tuple[int, np.ndarray]]:
+def _branches_behind_points(row: Row, ids, positions, seen, before: int, routes=None) -> list[tuple[int, np.ndarray]]:
     """As _whole_row for a row of branches whose prefixes are in the part without a graph."""
     point_column, end, sources = {}, 0, []
+    trunk = None if routes is None else _trunk_routes(row, routes)
     for a, action in enumerate(row.actions):
         at, n = action.at, len(action.tokens)
         if at not in point_column:
             point_column[at] = end
             ids[end], positions[end] = row.trunk[at - 1], at - 1
             seen[end, :at - 1] = seen[end, before + end] = True
+            if routes is not None:
+                routes[end] = trunk[at - 1]
             end += 1
         point, start, end = point_column[at], end, end + n - 1
         ids[start:end] = action.tokens[:-1]
         positions[start:end] = np.arange(at, at + n - 1)
+        if routes is not None:
+            routes[start:end] = _branch_routes(action)
         seen[start:end, :at - 1] = seen[start:end, before + point] = True
         seen[start:end, before + start:before + end] = np.tril(np.ones((n - 1, n - 1), dtype=bool))
         sources.append((a, np.concatenate([[point], np.arange(start, end)])))
