@@ -317,11 +317,14 @@ def largest_remainder(targets: Sequence[float], carry: Sequence[float] | None = 
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """Groups of one step: `groups` by domain, `cells` by (domain, stream); cells of a domain sum to its groups."""
+    """Groups of one step: `groups` by domain, `cells` by (domain, stream); cells of a domain sum to its groups. `shares` and
+    `streams` are what it was made of: domain → share, domain → {stream: share}, each summing to 1."""
 
     step: int
     groups: dict[str, int]
     cells: dict[tuple[str, str], int]
+    shares: dict[str, float] = dataclasses.field(default_factory=dict)
+    streams: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -370,7 +373,8 @@ class Composer:
         total = math.fsum(shares[d] for d in self.domains)
         if not (total > 0 and math.isfinite(total)):
             raise ValueError(f"domain shares must have a positive sum, got {dict(shares)}")
-        targets = [shares[d] / total * self.groups_per_step for d in self.domains]
+        parts_of = {d: shares[d] / total for d in self.domains}
+        targets = [part * self.groups_per_step for part in parts_of.values()]
         counts, self.carry = largest_remainder(targets, self.carry)
         groups = dict(zip(self.domains, counts, strict=True))
         cells: dict[tuple[str, str], int] = {}
@@ -380,7 +384,7 @@ class Composer:
                 [count * share for share in streams.values()], self.stream_carry[domain]
             )
             cells |= {(domain, s): n for s, n in zip(streams, parts, strict=True) if n}
-        plan = StepPlan(self.step, groups, cells)
+        plan = StepPlan(self.step, groups, cells, parts_of, {d: dict(parts) for d, parts in self.streams.items()})
         self.step += 1
         return plan
 

@@ -45,6 +45,21 @@ class DriftOptions:
             raise ValueError(f"patience must be at least 1 step, got {self.patience}")
 
 
+def prefix_fraction(streams: Mapping[str, float]) -> float:
+    """Share of a domain's samples that start from stored prefixes, of stream shares that sum to anything positive."""
+    total = math.fsum(streams.values())
+    return math.fsum(share for stream, share in streams.items() if stream != "rollout") / total
+
+
+def with_prefix_fraction(streams: Mapping[str, float], fraction: float) -> dict[str, float]:
+    """Stream shares (rollout and prefix streams, summing to 1) with `fraction` from prefixes, which keep their proportions;
+    as they are where one of the two is missing."""
+    prefixes = math.fsum(share for stream, share in streams.items() if stream != "rollout")
+    if not prefixes or "rollout" not in streams:
+        return dict(streams)
+    return {stream: 1 - fraction if stream == "rollout" else fraction * share / prefixes for stream, share in streams.items()}
+
+
 class PrefixDrift:
     """Prefix fractions by domain that follow the ratio of two smoothed reverse KLs. State is plain numbers.
 

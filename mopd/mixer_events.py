@@ -54,11 +54,13 @@ class Failed:
 @dataclasses.dataclass(frozen=True)
 class Judged:
     """A group whose sequences have all ended is scored: it may enter a batch, or (accepted=False: no spread, nothing
-    scored, …) it may not."""
+    scored, …) it may not. `version` is the newest weights that wrote in it, from which `max_age` counts; None: those of the
+    step that is collected."""
 
     time: float
     group: GroupId
     accepted: bool
+    version: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +68,14 @@ class TrainerReady:
     """The learner can take the next batch."""
 
     time: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Returned:
+    """The last batch was not trained after all (the run ends): its groups wait again, and its plan stands."""
+
+    time: float
+    batch: Batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +90,13 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Completed:
-    """How a group ended that an earlier process finished: seconds in flight, tokens of a sequence, accepted or not."""
+    """How a group ended that an earlier process finished: seconds in flight, tokens of a sequence, accepted or not, and its
+    version as in Judged."""
 
     seconds: float
     tokens: float
     accepted: bool = True
+    version: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +113,7 @@ class Restarted:
     completed: Mapping[GroupId, Completed] = dataclasses.field(default_factory=dict)
 
 
-Event = EngineChanged | Finished | Failed | Judged | TrainerReady | Measured | Restarted
+Event = EngineChanged | Finished | Failed | Judged | TrainerReady | Returned | Measured | Restarted
 
 
 @dataclasses.dataclass(frozen=True)

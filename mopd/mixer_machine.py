@@ -16,7 +16,7 @@ from typing import Any
 
 from mopd.mixer import Composer, DomainSchedule, StepPlan, launch_weights, next_launch, oversampling
 from mopd.mixer_dispatch import Dispatch
-from mopd.mixer_drift import PrefixDrift
+from mopd.mixer_drift import PrefixDrift, with_prefix_fraction
 from mopd.mixer_estimates import LaunchOrderMeans, Prior
 from mopd.mixer_events import (
     Action,
@@ -33,12 +33,15 @@ from mopd.mixer_events import (
     Launch,
     Measured,
     Restarted,
+    Returned,
     Say,
     TrainerReady,
 )
 
 REFRESH_EVERY = 16
 # groups that end between two computations of the bounds in flight; they also follow every step and every change of engines
+PERIOD_MEMORY = 8
+# steps over which the mean of the trainer's own seconds reaches back
 
 
 class NothingAccepted(RuntimeError):
@@ -52,8 +55,11 @@ class MixerOptions:
     oversampling_mean    p̄ of METHOD's in-flight bound (1 + p_i) m_i; None: what gives all slots work, `headroom` times over
     oversampling_minimum, oversampling_maximum   bounds of p_i
     headroom             bounds in flight summed over the slots, where p̄ is None: Little's law needs 1, noise some more
+    pace                 where p̄ is None it is what keeps the trainer supplied, if that is less: 1 + p_i = t_i / T with T the
+                         trainer's own seconds from a batch to its next TrainerReady (as if it never waited)
     ahead                steps' worth of groups that may be finished, or expected to be, beyond the step that is collected
-    max_age              steps that a finished group may wait before it is discarded; None: for ever
+    max_age              steps after its version (see Judged) that a finished group may wait for; later it is discarded.
+                         None: for ever
     carry                unfinished groups go on in the next step (partial rollouts); False: strictly on-policy, a step's
                          batch ends all that is in flight, and it is launched again
     kv_safety            a sequence is admitted where this many times its predicted KV need is free
@@ -69,6 +75,7 @@ class MixerOptions:
     oversampling_minimum: float = 0.0
     oversampling_maximum: float = 16.0
     headroom: float = 2.0
+    pace: bool = False
     ahead: float = 2.0
     max_age: int | None = None
     carry: bool = True
@@ -155,6 +162,9 @@ class Mixer:
         self.means = {s: LaunchOrderMeans(self.source_options[s].prior, options.memory) for s in self.sources}
         self.dispatch = Dispatch(options.kv_safety)
         self.time, self.trainer_ready, self.passed, self._ended = -math.inf, False, 0, 0
+        self.period: float | None = None
+        self._batch_at: float | None = None
+        self._before: dict[str, Any] = {}
         self.credit = [0.0] * len(self.sources)
         self.next_number = dict.fromkeys(self.sources, 0)
         self.holes: dict[str, list[int]] = {s: [] for s in self.sources}
@@ -187,10 +197,17 @@ class Mixer:
                     "in_flight": self._unfinished(s), "unjudged": self._pending[s], "ready": len(self.ready[s]),
                     "quota": self.quota[s]} for s in self.sources}
 
+    def slow_sources(self) -> set[str]:
+        """Sources whose mean duration is not below the mean over demand: what may be replayed after a start is theirs."""
+        demand = {s: self._demand(s) for s in self.sources}
+        mean = math.fsum(demand[s] * self._duration(s) for s in self.sources) / max(math.fsum(demand.values()), 1e-12)
+        return {s for s in self.sources if self.target[s] > 0 and self._duration(s) >= mean * (1 - 1e-9)}
+
     # What is wanted: a step's plan, and bounds in flight.
 
     def _plan_step(self) -> None:
         shares = self.schedule.shares if self.schedule else self._static
+        self._before = self.composer.state_dict()
         self.plan = self.composer.next(shares)
         self._derive()
         self._refresh()
@@ -226,11 +243,22 @@ class Mixer:
         low, high = options.oversampling_minimum, options.oversampling_maximum
         mean = options.oversampling_mean
         if mean is None:
-            mean = min(max(options.headroom * self.dispatch.total_slots / math.fsum(demand) - 1.0, low), high)
+            mean = options.headroom * self.dispatch.total_slots / math.fsum(demand) - 1.0
+            if options.pace:
+                mean = min(mean, self._pace(demand, [self._duration(s) for s in wanted]))
+            mean = min(max(mean, low), high)
         extra = oversampling(demand, [self._duration(s) for s in wanted], mean=mean, minimum=low, maximum=high)
         self.extra = dict.fromkeys(self.sources, 0.0) | dict(zip(wanted, extra, strict=True))
         self.bound = {s: max(1, math.ceil((1 + self.extra[s]) * self._demand(s) - 1e-9)) for s in self.sources}
         self._ended = 0
+
+    def _pace(self, demand: list[float], duration: list[float]) -> float:
+        """Σ m_i p_i / Σ m_i with p_i = clip(t_i / T − 1, p_min, p_max): Little's law at a step every T seconds."""
+        low, high = self.options.oversampling_minimum, self.options.oversampling_maximum
+        if self.period is None:
+            return low
+        return math.fsum(m * min(max(t / self.period - 1.0, low), high)
+                         for m, t in zip(demand, duration, strict=True)) / math.fsum(demand)
 
     # What happens.
 
@@ -288,7 +316,7 @@ class Mixer:
         del self.groups[source][number]
         self._pending[source] -= 1
         tokens = group.tokens / group.finished if group.finished else None
-        self._end(event.group, Completed(group.active, tokens, event.accepted), counted=group.counted)
+        self._end(event.group, Completed(group.active, tokens, event.accepted, event.version), counted=group.counted)
 
     def _end(self, group_id: GroupId, how: Completed, *, counted: bool = False) -> None:
         """A group is over: it enters the means, and what waits for its batch if it was accepted."""
@@ -297,7 +325,7 @@ class Mixer:
             self.means[source].end(number, seconds=how.seconds, tokens=how.tokens, accepted=how.accepted)
         self.counts[source]["accepted" if how.accepted else "rejected"] += 1
         if how.accepted:
-            self.ready[source][number] = self.plan.step
+            self.ready[source][number] = self.plan.step if how.version is None else how.version
             self.rejected_run[source] = 0
         else:
             self.rejected_run[source] += 1
@@ -312,6 +340,20 @@ class Mixer:
 
     def _trainer_ready(self, event: TrainerReady, actions: list[Action]) -> None:
         self.trainer_ready = True
+        if self._batch_at is not None:
+            took, self._batch_at = max(event.time - self._batch_at, 1e-6), None
+            self.period = took if self.period is None else self.period + (took - self.period) / PERIOD_MEMORY
+
+    def _returned(self, event: Returned, actions: list[Action]) -> None:
+        if event.batch.plan.step != self.plan.step - 1:
+            raise ValueError(f"the batch of step {event.batch.plan.step} is not the last one; that is {self.plan.step - 1}")
+        self.composer.load_state_dict(self._before)
+        self.plan, self._batch_at, self.trainer_ready = event.batch.plan, None, False
+        for source, number in event.batch.groups:
+            self.ready[source][number] = self.plan.step
+        self._before = {}
+        self._derive()
+        self._refresh()
 
     def _measured(self, event: Measured, actions: list[Action]) -> None:
         if self.schedule:
@@ -321,15 +363,7 @@ class Mixer:
             fractions, said = self.drift.update(event.by_stream)
             actions += [Say(sentence) for sentence in said]
             if said:
-                self.composer.set_streams({d: self._split(d, f) for d, f in fractions.items()})
-
-    def _split(self, domain: str, fraction: float) -> dict[str, float]:
-        """Stream shares with `fraction` from prefixes; the prefix streams keep their proportions."""
-        base = self._base_streams[domain]
-        prefixes = math.fsum(w for s, w in base.items() if s != "rollout")
-        if not prefixes or "rollout" not in base:
-            return dict(base)
-        return {s: 1 - fraction if s == "rollout" else fraction * w / prefixes for s, w in base.items()}
+                self.composer.set_streams({d: with_prefix_fraction(self._base_streams[d], f) for d, f in fractions.items()})
 
     def _restarted(self, event: Restarted, actions: list[Action]) -> None:
         self.dispatch.clear()
@@ -348,6 +382,7 @@ class Mixer:
                 group.members = ["ended" if m == "ended" else "waiting" for m in group.members]
                 again += [(group_id, m) for m, state in enumerate(group.members) if state == "waiting"]
         self.waiting, self.passed, self.trainer_ready, self.time = again, 0, False, event.time
+        self._batch_at = None  # by another clock
         self._derive()
         self._refresh()
         self._replay(event.completed, actions)
@@ -355,9 +390,7 @@ class Mixer:
     def _replay(self, completed: Mapping[GroupId, Completed], actions: list[Action]) -> None:
         """Take over completed groups of slow sources, as far as the step that is collected now needs them, and no later
         step: under their numbers, so that the means see every launch once."""
-        demand = {s: self._demand(s) for s in self.sources}
-        mean = math.fsum(demand[s] * self._duration(s) for s in self.sources) / max(math.fsum(demand.values()), 1e-12)
-        slow = {s for s in self.sources if self.target[s] > 0 and self._duration(s) >= mean * (1 - 1e-9)}
+        slow = self.slow_sources()
         for group_id in sorted(completed):
             source, number = group_id
             how, known = completed[group_id], self.groups.get(source, {}).get(number)
@@ -381,7 +414,7 @@ class Mixer:
         self._derive()
 
     _HANDLERS = {EngineChanged: _engine_changed, Finished: _finished, Failed: _failed, Judged: _judged,
-                 TrainerReady: _trainer_ready, Measured: _measured}
+                 TrainerReady: _trainer_ready, Returned: _returned, Measured: _measured}
 
     # What follows.
 
@@ -395,7 +428,7 @@ class Mixer:
                 del self.ready[source][number]
                 chosen.append(GroupId(source, number))
         actions.append(Batch(self.plan, tuple(chosen)))
-        self.trainer_ready = False
+        self.trainer_ready, self._batch_at = False, self.time
         if not self.options.carry:
             self._cancel(actions)
         self._plan_step()
@@ -405,7 +438,7 @@ class Mixer:
                 if old or not self.options.carry:
                     del self.ready[source][number]
                     self.counts[source]["stale"] += 1
-                    actions.append(Discard(GroupId(source, number), "stale: newer weights have come since it was finished"))
+                    actions.append(Discard(GroupId(source, number), "stale: newer weights have come since it was written"))
 
     def _cancel(self, actions: list[Action]) -> None:
         """End all that is in flight; the numbers are launched again, so that no length is favoured in the means."""
@@ -472,6 +505,8 @@ class Mixer:
             return False
         stock = len(self.ready[source]) + self._acceptance(source) * len(self.groups[source])
         beyond = (self.options.ahead + self.extra[source]) * self.target[source] if self.options.carry else 0.0
+        if self.options.pace:  # what is launched too early is too old when it is needed, so parts of a group do not count
+            beyond = round(beyond)
         return stock < self.quota[source] + beyond - 1e-9
 
     def _choose(self) -> str | None:
@@ -498,8 +533,10 @@ class Mixer:
         """Everything that the future depends on, as JSON values; options and sources are the constructor's."""
         return {
             "time": self.time if math.isfinite(self.time) else None, "trainer_ready": self.trainer_ready,
-            "passed": self.passed, "ended": self._ended, "credit": list(self.credit), "composer": self.composer.state_dict(),
-            "plan": {"step": self.plan.step, "groups": dict(self.plan.groups),
+            "passed": self.passed, "ended": self._ended, "period": self.period, "batch_at": self._batch_at,
+            "before": self._before, "credit": list(self.credit), "composer": self.composer.state_dict(),
+            "plan": {"step": self.plan.step, "groups": dict(self.plan.groups), "shares": dict(self.plan.shares),
+                     "streams": {d: dict(parts) for d, parts in self.plan.streams.items()},
                      "cells": [[d, s, n] for (d, s), n in self.plan.cells.items()]},
             "schedule": self.schedule.state_dict() if self.schedule else None,
             "drift": self.drift.state_dict() if self.drift else None,
@@ -523,9 +560,11 @@ class Mixer:
                 made.load_state_dict(state[name])
         self.time = -math.inf if state["time"] is None else state["time"]
         self.trainer_ready, self.passed, self._ended = state["trainer_ready"], state["passed"], state["ended"]
+        self.period, self._batch_at, self._before = state["period"], state["batch_at"], state["before"]
         self.credit, plan = list(state["credit"]), state["plan"]
         self.composer.load_state_dict(state["composer"])
-        self.plan = StepPlan(plan["step"], dict(plan["groups"]), {(d, s): n for d, s, n in plan["cells"]})
+        self.plan = StepPlan(plan["step"], dict(plan["groups"]), {(d, s): n for d, s, n in plan["cells"]},
+                             dict(plan["shares"]), {d: dict(parts) for d, parts in plan["streams"].items()})
         self.dispatch.load_state_dict(state["dispatch"])
         self.waiting = [(GroupId(s, number), member) for s, number, member in state["waiting"]]
         for s in self.sources:

@@ -176,6 +176,40 @@ def _series(by_seed: dict[str, list[dict[str, Any]]], domain: str, key: str) -> 
     return found
 
 
+def _ahead(key: str, by_seed: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Curves of a student whose samplers ran ahead of training: who waited for whom, and how old its tokens were."""
+    def series(number) -> list[tuple[np.ndarray, np.ndarray]]:
+        found = []
+        for records in by_seed.values():
+            values = np.array([number(r) for r in records])
+            if not np.isnan(values).all():
+                found.append((np.array([r["step"] for r in records]), values))
+        return found
+
+    def idle(record: dict[str, Any]) -> float:
+        seconds = record.get("seconds", {})
+        return _float(seconds.get("idle")) / (_float(seconds.get("total")) or math.nan)
+
+    def told(name: str) -> list[tuple[np.ndarray, np.ndarray]]:
+        return series(lambda record: _float(record.get("sampling", {}).get(name)))
+
+    if not (busy := told("busy_share")):
+        return []
+    shares = {"trainer waits for samples": series(idle), "samplers have turns under way": busy}
+    ages = {"mean": told("staleness_mean"), "oldest": told("staleness_max")}
+    dropped = collections.Counter()
+    for records in by_seed.values():
+        for record in records:
+            dropped.update(record.get("sampling", {}).get("dropped", {}))
+    words = ", ".join(f"{number} {reason}" for reason, number in sorted(dropped.items())) or "none"
+    return [_figure("Training and sampling beside each other", plots.curves_plot(
+                f"{key}-overlap", "share of the time", {name: s for name, s in shares.items() if s}, smoothed=True,
+                limits=(0, 1)), "strong: running mean over seeds; faint: each seed"),
+            _figure("Age of the tokens", plots.curves_plot(
+                f"{key}-staleness", "versions behind the trainer", {name: s for name, s in ages.items() if s},
+                smoothed=False), f"groups dropped: {words}")]
+
+
 def _float(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) else math.nan
 
@@ -212,6 +246,7 @@ def _student(key: str, name: str, by_seed: dict[str, list[dict[str, Any]]], resu
             f"{key}-share", "share of the batch", curves, smoothed=False, limits=(0, 1)), "mean over seeds"))
     else:
         absent.append("shares by domain")
+    figures += _ahead(key, by_seed)
     depths = {d: collections.Counter() for d in domains}
     tokens = {d: collections.Counter() for d in domains}
     for record in everything:

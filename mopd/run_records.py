@@ -14,6 +14,7 @@ import torch
 from mopd.config import stream_shares
 from mopd.learner.packing import pack
 from mopd.losses.objectives import label_logprob
+from mopd.rank_watch import straggling
 from mopd.rows import STREAMS
 from mopd.sampling.fresh_turn import rows_from_sequence
 from mopd.sampling.streams import StepSamples, Streams
@@ -28,14 +29,19 @@ COSTS = ("training", "sampling", "scoring", "environments", "grading")
 
 
 def step_record(plan: Plan, samples: StepSamples, report, notes: list[str], wall: float,
-                scoring: dict[str, Any] | None = None) -> dict[str, Any]:
+                scoring: dict[str, Any] | None = None, told: dict[str, Any] | None = None,
+                weights: dict[str, Any] | None = None) -> dict[str, Any]:
     """The metrics of one step under the names that report and tests read. Seconds are wall-clock; `waiting` is the part of
-    scoring in which the run stood still for teachers behind servers. `scoring` as teachers.watch gives it."""
+    scoring in which the run stood still for teachers behind servers. `scoring` as teachers.watch gives it, `told` as a
+    source's `take` does, `weights` as its `hand_over`; of their seconds `idle` is what training waited for samples."""
     metrics, scoring = report.metrics, dict(scoring or {})
     waiting = scoring.pop("waited_s", 0.0)
     seconds = {"training": metrics["seconds"]["training"] + metrics["seconds"]["packing"],
                "scoring": metrics["seconds"]["scoring"] + waiting, **samples.seconds, "grading": 0.0, "waiting": waiting,
                "total": wall}
+    told, weights = dict(told or {}), dict(weights or {})
+    seconds |= {"idle": told.pop("waited_s", 0.0), "weights": weights.pop("seconds", 0.0),
+                "weights_probe": weights.pop("probe_seconds", 0.0)}
     missing = sum(sum(reasons.values()) for reasons in metrics.get("missing", {}).values())
     spent = sum(seconds[name] for name in COSTS) or 1.0
     seconds["shares"] = {name: seconds[name] / spent for name in COSTS}
@@ -59,6 +65,7 @@ def step_record(plan: Plan, samples: StepSamples, report, notes: list[str], wall
             "reward": _mean([e.score for e in episodes]), "success": _mean([float(e.success) for e in episodes]),
             "turns": _mean([float(e.turns) for e in episodes]),
             "malformed": sum(e.malformed for e in episodes), "infra_failures": dict(samples.failures.get(name, {})),
+            **_by_harness(episodes),
             "outcome_groups": samples.outcome_groups.get(name),
             "depth": _depths(streams), "resumed": _resumed([e for e in samples.resumed if e.spec.domain == name]),
             "streams": {s: {"tokens": c["tokens"], "sequences": c["actions"], "reverse_kl": c.get("k1")}
@@ -72,19 +79,53 @@ def step_record(plan: Plan, samples: StepSamples, report, notes: list[str], wall
         "dropped_groups": samples.dropped_groups, "omega": metrics.get("omega", {}),
         "aggregation": metrics.get("aggregation", {}), "balance": metrics.get("balance", {}),
         "missing": metrics.get("missing", {}), "domains": domains,
-        "selection": samples.selection, "scoring": scoring,
+        "selection": samples.selection, "scoring": scoring, "sampling": told, "weights": weights,
         "router": {**metrics.get("expert_load", {}), "alerts": metrics.get("alerts", [])}, "notes": notes}
 
 
-def add_processes(record: dict[str, Any], parts: list[dict[str, Any]]) -> None:
+def progress_words(record: dict[str, Any]) -> str:
+    """What is shown of a step behind the progress bar: loss, and where samplers run ahead how long training waited for them,
+    how busy they were and how old its tokens."""
+    words = f"loss {record['loss']:.3f}"
+    told = record["sampling"]
+    if "busy_share" in told:
+        idle = record["seconds"]["idle"] / max(record["seconds"]["total"], 1e-9)
+        words += (f", trainer idle {idle:.0%}, samplers busy {told['busy_share']:.0%}, staleness "
+                  f"{told['staleness_mean']:.1f} (max {told['staleness_max']}), {told['in_flight']} groups in flight")
+        words += "".join(f", {number} {reason}" for reason, number in told["dropped"].items())
+    return words
+
+
+def _by_harness(episodes: list) -> dict[str, Any]:
+    """{"harnesses": {name: how its rollouts went}} for a domain with several; nothing else."""
+    found: dict[str, list] = {}
+    for episode in episodes:
+        if episode.harness:
+            found.setdefault(episode.harness, []).append(episode)
+    return {"harnesses": {name: {
+        "sequences": len(part), "reward": _mean([e.score for e in part]), "success": _mean([float(e.success) for e in part]),
+        "turns": _mean([float(e.turns) for e in part]), "malformed": sum(e.malformed for e in part)}
+        for name, part in sorted(found.items())}} if found else {}
+
+
+def add_processes(record: dict[str, Any], parts: list[dict[str, Any]], metrics: dict[str, Any], limit: float) -> None:
     """Put into a step's record what only the processes themselves know, summed over them: `cpu` seconds of the step, and
-    `failures` of environments so far by domain and category (those that a second try mended among them)."""
-    record["seconds"]["cpu"] = sum(part["cpu"] for part in parts)
+    `failures` of environments so far by domain and category (those that a second try mended among them); and what became of
+    environments' worker processes so far, where a domain has some. Of several also `ranks`: how long each waited for the
+    others (mopd/rank_watch.py), with an alert in `metrics` where one held the others up for more than `limit` of the step."""
+    for name in ("cpu", "cpu_sampling"):  # of these processes, not of samplers; and of it that until the samples were there
+        record["seconds"][name] = sum(part[name] for part in parts)
+    if len(parts) > 1:
+        record["ranks"], alert = straggling([part["waited"] for part in parts], record["seconds"]["total"], limit)
+        if alert:
+            metrics.setdefault("alerts", []).append(alert)
     for name in record["domains"]:
         total: Counter[str] = Counter()
         for part in parts:
             total.update(part["failures"].get(name, {}))
         record["domains"][name]["environment_failures"] = dict(total)
+        if workers := sum((Counter(part.get("workers", {}).get(name, {})) for part in parts), Counter()):
+            record["domains"][name]["workers"] = dict(workers)
 
 
 class NothingScored(RuntimeError):
@@ -120,12 +161,12 @@ class Notices:
                     "goes on from the last checkpoint")
 
 
-def scored_episodes(streams: Streams, plan: Plan, model: torch.nn.Module, launch) -> list[dict[str, Any]]:
+def scored_episodes(streams: Streams, step: int, model: torch.nn.Module, launch) -> list[dict[str, Any]]:
     """A few episodes of the finished student, every action token with the student's and the teacher's log-probability.
     Only in domains whose recipe plays: a run on stored prefixes alone needs no environment, not even here."""
-    counts = {name: {"rollout": EPISODES_PER_DOMAIN} for name in plan.counts
+    counts = {name: {"rollout": EPISODES_PER_DOMAIN} for name in launch.config.domains
               if stream_shares(launch.config, name)["rollout"] > 0}
-    samples = streams.sample(Plan(plan.step, counts, plan.shares))
+    samples = streams.sample(Plan(step, counts, {}))
     scorers = launch.registry.scorers()
     split = [name for name, scorer in scorers.items() if getattr(scorer, "collective", False)]
     if split:  # these episodes are rank 0's alone

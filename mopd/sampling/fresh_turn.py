@@ -12,7 +12,7 @@ import numpy as np
 
 from mopd.rows import Action, Row
 from mopd.sampling.base import Completion, Request, SamplingEngine, SamplingOptions
-from mopd.sampling.contexts import candidates_of
+from mopd.sampling.contexts import candidates_of, experts_of
 from prefix_store.trajectory import DecisionPoint, Sequence
 
 
@@ -61,7 +61,7 @@ def sample_fresh_turns(
 
     def tell(number: int, done: Completion) -> None:
         point, member = owners[number]
-        ended([Row(point.domain, point.stream, point.prefix, (_action(point, member, done),), origin=str(point.row))])
+        ended([Row(point.domain, point.stream, point.prefix, (fresh_action(point, member, done),), origin=str(point.row))])
 
     more = {"ended": tell} if ended is not None and getattr(engine, "tells_ends", False) else {}
     completions = iter(engine.generate(requests, shared, **more))
@@ -78,18 +78,19 @@ def sample_fresh_turns(
         trunks[key] = longer
         for member in range(len(point.seeds)):
             done = next(completions)
-            actions.setdefault(key, []).append(_action(point, member, done))
+            actions.setdefault(key, []).append(fresh_action(point, member, done))
     return [
         Row(domain, stream, trunks[domain, stream, row], tuple(found), origin=str(row))
         for (domain, stream, row), found in actions.items()
     ]
 
 
-def _action(point: FreshTurnPoint, member: int, done: Completion) -> Action:
+def fresh_action(point: FreshTurnPoint, member: int, done: Completion) -> Action:
+    """What was written as fresh turn `member` of a point, as a branch off its trunk."""
     return Action(
         at=len(point.prefix), tokens=done.tokens, behaviour_logprob=done.logprob,
         version=np.full(len(done.tokens), done.version, np.int32), branch=True, turn=point.turn,
-        sequence=point.sequence + member, group=point.group, candidates=done.candidates,
+        sequence=point.sequence + member, group=point.group, candidates=done.candidates, experts=done.experts,
     )
 
 
@@ -118,7 +119,7 @@ def rows_from_sequence(
     """
     rows = []
     for number, context in enumerate(sequence.contexts):
-        actions = []
+        actions, read = [], 0
         for segment in context.actions():
             known = not np.isnan(context.behaviour_logprob[segment.start : segment.end]).any()
             if segment.end <= context.fork or not (known or stream == "demonstration"):
@@ -131,8 +132,10 @@ def rows_from_sequence(
                     group=group, outcome_advantage=outcome_advantage,
                     # A stored turn is no sample of the student's: nothing is compared with what wrote it.
                     candidates=None if stream == "demonstration" else candidates_of(context, segment.start, segment.end),
+                    experts=None if stream == "demonstration" else experts_of(context, read, segment.end - 1),
                 )
             )
+            read = segment.end - 1
         if actions:
             end = actions[-1].at + len(actions[-1].tokens)
             rows.append(Row(domain, stream, context.tokens[:end], tuple(actions), origin=f"{sequence_number}.{number}"))

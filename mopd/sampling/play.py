@@ -9,7 +9,7 @@ from collections.abc import Sequence as ListLike
 from typing import Any
 
 from mopd.environments.base import Task
-from mopd.sampling.agent_loop import EpisodeSpec, Harness, play_episodes
+from mopd.sampling.agent_loop import EpisodeSpec, Harness, Harnesses, play_episodes
 from mopd.sampling.base import SamplingEngine
 from mopd.sampling.rendering import ChatRenderer
 from mopd.seeds import stable_seed
@@ -18,7 +18,8 @@ from prefix_store.trajectory import Fingerprint, Sequence, Source
 
 @dataclasses.dataclass(frozen=True)
 class PlayedTask:
-    """One task's result. `failure` names an infrastructure failure, and then nothing else counts."""
+    """One task's result. `failure` names an infrastructure failure, and then nothing else counts. `harness` is the name of
+    the one that it was played by, "" where there is only one."""
 
     task: Task
     success: bool
@@ -28,6 +29,7 @@ class PlayedTask:
     ended: str
     failure: str
     sequence: Sequence | None
+    harness: str = ""
 
 
 def play_tasks(
@@ -36,7 +38,7 @@ def play_tasks(
     domain: str,
     tasks: ListLike[Task],
     renderer: ChatRenderer,
-    harness: Harness,
+    harness: Harness | Harnesses,
     *,
     temperature: float = 0.0,
     top_p: float = 1.0,
@@ -67,6 +69,6 @@ def play_tasks(
         # Nothing is left of it unless an exception ended the play.
         pool.drop_prefetched()
     return [
-        PlayedTask(e.spec.task, e.success, e.score, e.turns, e.malformed, e.ended, e.failure, e.sequence)
+        PlayedTask(e.spec.task, e.success, e.score, e.turns, e.malformed, e.ended, e.failure, e.sequence, e.harness)
         for e in episodes
     ]

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,15 @@ def first_message(instruction: str, observation: str) -> str:
     return f"{instruction}\n{observation}" if instruction else observation
 
 
-def transcript_messages(transcript: Mapping[str, Any]) -> list[dict[str, str]]:
+def transcript_messages(transcript: Mapping[str, Any], words: Callable[[str], str] = str) -> list[dict[str, str]]:
     """Messages of a played transcript (a dictionary with system, instruction and turns of observation and action), just
-    as the agent loop would have sent them. The view after the last action is no message: nobody acted on it."""
+    as the agent loop would have sent them. The view after the last action is no message: nobody acted on it. `words` is how
+    an action is said (Harness.words)."""
     messages = [{"role": "system", "content": transcript["system"]}] if transcript.get("system") else []
     for number, turn in enumerate(transcript["turns"]):
         view = turn["observation"] if number else first_message(transcript.get("instruction", ""), turn["observation"])
         messages.append({"role": "user", "content": view})
-        messages.append({"role": "assistant", "content": turn["action"]})
+        messages.append({"role": "assistant", "content": words(turn["action"])})
     return messages
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
@@ -131,9 +133,11 @@ class ChatRenderer:
         self.tokenizer = tokenizer
         self.system_role = system_role
         self.template_options = dict(template_options or {})
+        self._told = self.template_options
         self.escaped: collections.Counter[str] = collections.Counter()
         self.left_out: collections.Counter[str] = collections.Counter()
         self._abilities: dict[str, bool] = {}
+        self._unescaped: re.Pattern[str] | None = None
         control = {str(t): i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
         control |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
         self._control_ids = frozenset(control.values())
@@ -166,8 +170,28 @@ class ChatRenderer:
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return np.asarray(ids, dtype=np.uint32)
 
-    def sanitise(self, text: str) -> str:
-        """`text` with every control token made harmless."""
+    def variant(self, template_options: Mapping[str, Any], *, unescaped: Iterable[str] = ()) -> ChatRenderer:
+        """The same renderer with further values for the template. `unescaped` control tokens stay what they are in what the
+        model itself said, where the history is rendered anew (those that frame its thinking)."""
+        other = copy.copy(self)
+        other.template_options, other._abilities = {**self.template_options, **template_options}, {}
+        marks = [re.escape(mark) for mark in unescaped if self._control is not None and self._control.fullmatch(mark)]
+        other._unescaped = re.compile("|".join(marks)) if marks else None
+        return other
+
+    def reads_option(self, name: str) -> bool:
+        """Whether what a model is shown depends on the template option `name` (true or false)."""
+        talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+        shown = {self.variant({name: value})._render(talk, True) for value in (True, False)}
+        return len(shown) > 1
+
+    def sanitise(self, text: str, *, own: bool = False) -> str:
+        """`text` with every control token made harmless; with `own`, the model's words, but for those of a `variant` that
+        are to stay."""
+        if own and self._unescaped is not None:
+            parts = self._unescaped.split(text)
+            marks = self._unescaped.findall(text)
+            return "".join(self.sanitise(part) + mark for part, mark in zip(parts, [*marks, ""], strict=True))
         while self._control is not None and self._control.search(text):
             text = self._control.sub(lambda m: m.group()[0] + " " + m.group()[1:] if len(m.group()) > 1 else " ", text)
         return text
@@ -180,7 +204,8 @@ class ChatRenderer:
     def _clean(self, messages: list[Message], actions: bool) -> list[Message]:
         """Messages with outside text made harmless (assistants' words only if `actions`), system prompt in place."""
         cleaned = [
-            m if m["role"] == "assistant" and not actions else {**m, "content": self.sanitise(m["content"])}
+            m if m["role"] == "assistant" and not actions else
+            {**m, "content": self.sanitise(m["content"], own=m["role"] == "assistant")}
             for m in messages
         ]
         if self.system_role or cleaned[0]["role"] != "system":
@@ -214,7 +239,7 @@ class ChatRenderer:
         before = self._render(cleaned[:-2], True) + cleaned[-2]["content"]
         after = self._render(cleaned, True)
         if not after.startswith(before):
-            return self._fork(messages, context_tokens)
+            return self._fork(messages, context_tokens)  # what is new has been counted
         suffix, last = after[len(before) :], int(context_tokens[-1])
         if last in self.stop_ids:
             end = self.tokenizer.convert_ids_to_tokens(last)
@@ -222,6 +247,12 @@ class ChatRenderer:
                 # Tokenised with the end token in front, as in one piece, and then without it.
                 return Extension("append", self._encode(suffix)[1:])
         return Extension("append", self._encode(suffix))
+
+    def fork(self, messages: list[Message], context_tokens: np.ndarray) -> Extension:
+        """Go on with a conversation whose history is shown in another way than in `context_tokens` uint32: all of `messages`,
+        which end with a new user message, rendered anew. The model's own words become tokens by way of their text."""
+        self._count(messages[-1])
+        return self._fork(messages, context_tokens)
 
     def _fork(self, messages: list[Message], context_tokens: np.ndarray) -> Extension:
         tokens = self._encode(self._render(self._clean(messages, actions=True), True))
@@ -448,10 +479,11 @@ class ChatRenderer:
     # Identity
 
     def fingerprint(self, model_config: Any = None) -> Fingerprint:
-        """Hashes of the id → token map with special ids, of the template with its options, and of a model config."""
+        """Hashes of the id → token map with special ids, of the template with its options, and of a model config. A variant
+        has that of the renderer that it was made from: one store takes what a domain's several harnesses wrote."""
         return Fingerprint(
             tokenizer_hash(self.tokenizer),
-            _hash([self.tokenizer.chat_template, self.template_options, self.system_role]),
+            _hash([self.tokenizer.chat_template, self._told, self.system_role]),
             "" if model_config is None else config_hash(model_config),
         )
 

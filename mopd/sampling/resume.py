@@ -27,10 +27,12 @@ from mopd.environments.replay import (
     ReplayRefused,
     restore,
 )
-from mopd.sampling.agent_loop import Episode, EpisodeSpec, play_episodes
+from mopd.sampling.agent_loop import play_episodes
 from mopd.sampling.base import SamplingEngine
+from mopd.sampling.episode import HARNESS, Episode, EpisodeSpec
 from mopd.sampling.fresh_turn import FreshTurnPoint
-from mopd.sampling.rendering import ChatRenderer, Message, first_message
+from mopd.sampling.harness import Harness, Harnesses, Talk, harnesses_of
+from mopd.sampling.rendering import ChatRenderer, first_message
 from prefix_store.selection import Selector
 from prefix_store.trajectory import (
     SOURCE_KINDS,
@@ -39,6 +41,7 @@ from prefix_store.trajectory import (
     Sequence,
     Source,
     decision_points_of,
+    own_actions,
 )
 
 KEPT_CONVERSATIONS = 512
@@ -49,23 +52,28 @@ class Conversation:
     """A stored sequence turn by turn: the tokens that its player had seen and written, and with views as messages.
 
     renderer        with the tokenizer and template that the sequence was stored with
-    system_prompt   what the domain tells its players
+    harness         by which its domain's tasks are played: it shows views to players as it did then
     Safe to use from several threads, one of which renders at a time (`lock`).
     """
 
-    def __init__(self, identity: str, sequence: Sequence, renderer: ChatRenderer, system_prompt: str, *,
+    def __init__(self, identity: str, sequence: Sequence, renderer: ChatRenderer, harness: Harness | Harnesses, *,
                  lock: contextlib.AbstractContextManager | None = None):
         self.recording = Recording.of(identity, sequence)
-        self._renderer, self._system = renderer, system_prompt
+        self.harness_name = str(sequence.metadata.get(HARNESS, ""))
+        harnesses = harnesses_of(harness)
+        if self.harness_name not in harnesses:
+            self.harness_name = harnesses.main  # what it was not played by shows itself in its tokens
+        self._harness, self._renderer = harnesses[self.harness_name], renderer
         self._lock = lock or threading.Lock()
         self._prefixes, self._actions = [], []
         for point in decision_points_of(sequence):
             context = sequence.contexts[point.context]
-            action = next(s for s in context.actions() if s.turn == point.turn)
+            action = next(s for s in own_actions(context) if s.turn == point.turn)
             self._prefixes.append(context.tokens[:action.start])
             self._actions.append(context.tokens[action.start:action.end])
         self._said = [renderer.action_text(tokens) for tokens in self._actions]
         self._views: dict[int, str] = {}  # turn → the view before it, once it was found to be the stored one
+        self._instruction = ""
 
     def witness(self, turn: int, observation: Observation) -> tuple[str, str] | None:
         """Whether `observation` gives the very tokens that were seen before `turn` (see mopd.environments.replay.Witness).
@@ -73,37 +81,34 @@ class Conversation:
         Turns are asked for in order. Raises ReplayRefused where the observation is the stored one, but the system prompt or
         the template around it is another.
         """
-        text = _text(turn, observation)
+        text = observation.text if turn else first_message(observation.instruction, observation.text)
         with self._lock:
             known = self._views.get(turn)
             if known is not None:
+                if turn == 0:
+                    known = first_message(self._instruction, known)
                 return None if text == known else (known, text)
-            differs = self._compare(turn, text)
+            differs = self._compare(turn, observation)
             if differs is None:
-                self._views[turn] = text
+                self._views[turn] = observation.text
+                if turn == 0:
+                    self._instruction = observation.instruction
             return differs
 
-    def messages(self, views: Iterable[Observation]) -> list[Message]:
-        """The conversation up to the last of `views`, the observations before turns 0, 1, … of a replay."""
-        return self._messages([_text(turn, observation) for turn, observation in enumerate(views)])
+    def tell(self, talk: Talk, views: ListLike[Observation]) -> None:
+        """Tell `talk` the conversation up to the last of `views`, the observations before turns 0, 1, … of a replay."""
+        talk.resume(views[0].instruction, [view.text for view in views], self._said[: len(views) - 1])
 
-    def _messages(self, texts: ListLike[str]) -> list[Message]:
-        found = [{"role": "system", "content": self._system}] if self._system else []
-        for turn, text in enumerate(texts):
-            if turn:
-                found.append({"role": "assistant", "content": self._said[turn - 1]})
-            found.append({"role": "user", "content": text})
-        return found
-
-    def _compare(self, turn: int, text: str) -> tuple[str, str] | None:
-        messages = self._messages([*(self._views[earlier] for earlier in range(turn)), text])
+    def _compare(self, turn: int, observation: Observation) -> tuple[str, str] | None:
+        talk, text = Talk(self._harness, self._renderer), observation.text
         decode = self._renderer.tokenizer.decode
         stored = self._prefixes[turn]
         if turn == 0:
-            rendered, start = self._renderer.start(messages), 0
+            rendered, start = talk.start(observation.instruction, text), 0
         else:
+            talk.resume(self._instruction, [self._views[earlier] for earlier in range(turn)], self._said[:turn])
             context = np.concatenate([self._prefixes[turn - 1], self._actions[turn - 1]])
-            step = self._renderer.extend(messages, context)
+            step = talk.hear(text, context)
             whole = step.kind == "fork"
             rendered, start = (step.tokens, 0) if whole else (np.concatenate([context, step.tokens]), len(context))
         if np.array_equal(rendered, stored):
@@ -113,13 +118,9 @@ class Conversation:
             raise ReplayRefused(
                 f"sequence {self.recording.sequence[:16]} of domain {self.recording.domain!r} begins with the observation "
                 f"that its environment shows now, but with other words around it: {expected[:120]!r}, where this run would "
-                f"write {found[:120]!r}; set domains.{self.recording.domain}.system_prompt to what it was played with")
+                f"write {found[:120]!r}; set domains.{self.recording.domain}.system_prompt (and what else it was played "
+                "with: thinking, harnesses)")
         return expected, found
-
-
-def _text(turn: int, observation: Observation) -> str:
-    """The user message that shows `observation` before `turn`, as the agent loop sends it."""
-    return observation.text if turn else first_message(observation.instruction, observation.text)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,9 +138,9 @@ class Resumption:
         recording, witness = self.conversation.recording, self.conversation.witness
         return self.replayer.take(ReplayJob(recording.sequence, self.turn, lambda: (recording, witness)))
 
-    def messages(self, environment: ReplayedEnvironment) -> list[Message]:
-        """The conversation up to the point."""
-        return self.conversation.messages(environment.restored().views)
+    def resume(self, environment: ReplayedEnvironment, talk: Talk) -> None:
+        """Tell `talk` the conversation up to the point."""
+        self.conversation.tell(talk, environment.restored().views)
 
 
 class Resumer:
@@ -164,7 +165,7 @@ class Resumer:
             key = (domain, sequence)
             if key not in self._known:
                 self._known[key] = Conversation(sequence, self.store.sequence(sequence), self._copy,
-                                                self.domains[domain].harness.system_prompt, lock=self._lock)
+                                                self.domains[domain].harnesses, lock=self._lock)
                 if len(self._known) > KEPT_CONVERSATIONS:
                     self._known.popitem(last=False)
             self._known.move_to_end(key)
@@ -199,11 +200,12 @@ class Resumer:
             start = Resumption(point.prefix, point.turn, self.turns[point.domain], conversation,
                                self.domains[point.domain].replayer)
             task = conversation.recording.task
-            specs += [EpisodeSpec(point.domain, task, seed, point.group, point.sequence + member, start)
+            specs += [EpisodeSpec(point.domain, task, seed, point.group, point.sequence + member, start,
+                                  conversation.harness_name)
                       for member, seed in enumerate(point.seeds)]
         return play_episodes(
             engine, {n: d.pool for n, d in self.domains.items()}, specs, self.renderer,
-            {n: d.harness for n, d in self.domains.items()}, temperature=temperature, top_p=top_p, top_k=top_k,
+            {n: d.harnesses for n, d in self.domains.items()}, temperature=temperature, top_p=top_p, top_k=top_k,
             fingerprint=fingerprint, source=source, ended=ended)
 
 
@@ -224,7 +226,7 @@ def check_replays(domain: Domain, store: Any, selector: Selector, renderer: Chat
         failures: list[EnvironmentFailure] = []
         for row in tried:
             point = index.point(row)
-            stored = Conversation(point.sequence, store.sequence(point.sequence), renderer, domain.harness.system_prompt)
+            stored = Conversation(point.sequence, store.sequence(point.sequence), renderer, domain.harnesses)
             try:
                 found = restore(stored.recording, point.turn, domain.pool, witness=stored.witness)
             except ReplayRefused:

@@ -46,8 +46,8 @@ def merge(ranks: Ranks, samples: Any) -> None:
         return
     parts = ranks.gather({
         "rows": [row_to_plain(row) for row in samples.rows],
-        "episodes": [_episode_to_plain(episode) for episode in samples.episodes],
-        "resumed": [_episode_to_plain(episode) for episode in samples.resumed],
+        "episodes": [episode_to_plain(episode) for episode in samples.episodes],
+        "resumed": [episode_to_plain(episode) for episode in samples.resumed],
         "seconds": dict(samples.seconds),
         "failures": {name: dict(counts) for name, counts in samples.failures.items()},
         "outcome_groups": {name: dict(counts) for name, counts in samples.outcome_groups.items()},
@@ -55,7 +55,7 @@ def merge(ranks: Ranks, samples: Any) -> None:
     samples.rows = sorted((row_from_plain(row) for part in parts for row in part["rows"]), key=_place)
     for name in ("episodes", "resumed"):
         mine = {episode.spec.sequence: episode for episode in getattr(samples, name)}
-        found = (_episode_from_plain(episode) for part in parts for episode in part[name])
+        found = (episode_from_plain(episode) for part in parts for episode in part[name])
         setattr(samples, name, sorted((mine.get(e.spec.sequence, e) for e in found), key=lambda e: e.spec.sequence))
     samples.seconds = dict(max((part["seconds"] for part in parts), key=lambda seconds: sum(seconds.values())))
     for name in COUNTS:
@@ -112,7 +112,8 @@ def _same(left: Any, right: Any) -> bool:
     return left == right
 
 
-def _episode_to_plain(episode: Episode) -> dict[str, Any]:
+def episode_to_plain(episode: Episode) -> dict[str, Any]:
+    """An episode without its tokens and its environment, as values that `mopd.encoding` takes."""
     spec = episode.spec
     return {**{name: getattr(episode, name) for name in EPISODE_FIELDS},
             "spec": {"domain": spec.domain, "task": [spec.task.name, spec.task.seed, spec.task.split], "seed": spec.seed,
@@ -120,7 +121,8 @@ def _episode_to_plain(episode: Episode) -> dict[str, Any]:
                      "turn": None if spec.start is None else spec.start.turn}}
 
 
-def _episode_from_plain(plain: dict[str, Any]) -> Episode:
+def episode_from_plain(plain: dict[str, Any]) -> Episode:
+    """What `episode_to_plain` was given."""
     spec = dict(plain["spec"])
     turn, task = spec.pop("turn"), Task(*spec.pop("task"))
     return Episode(EpisodeSpec(**spec, task=task, start=None if turn is None else StartedAt(turn)),

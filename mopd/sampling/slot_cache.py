@@ -75,12 +75,14 @@ class Plan:
 
 
 class SlotCache(Cache):
-    """A Transformers cache whose rows live in slots. Tensors appear at the first forward pass, in the model's dtype."""
+    """A Transformers cache whose rows live in slots. Tensors appear at the first forward pass, in the model's dtype. Beside
+    keys and values it keeps, where somebody notes them, the experts that each cached token was sent to."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
+        self.routes: dict[int, torch.Tensor] = {}  # MoE layer → int16 [slots, 1, capacity, k]
         self.slots = 0
         self.capacity = 0
 
@@ -91,7 +93,7 @@ class SlotCache(Cache):
         if capacity > self.capacity:
             capacity = -(-max(capacity, self.capacity + self.capacity // 4) // TOKEN_BLOCK) * TOKEN_BLOCK
         self.slots, self.capacity = max(slots, self.slots), max(capacity, self.capacity)
-        for tensors in (self.keys, self.values):
+        for tensors in (self.keys, self.values, self.routes):
             for layer, old in tensors.items():
                 new = old.new_zeros(self.slots, old.shape[1], self.capacity, old.shape[3])
                 new[: old.shape[0], :, : old.shape[2]] = old
@@ -99,18 +101,18 @@ class SlotCache(Cache):
 
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in all layers; 0 before the first forward pass."""
-        tensors = [*self.keys.values(), *self.values.values()]
+        tensors = [*self.keys.values(), *self.values.values(), *self.routes.values()]
         return sum(t.shape[1] * t.shape[3] * t.element_size() for t in tensors)
 
     def clear(self) -> None:
         """Give the memory back."""
-        self.keys, self.values, self.slots, self.capacity = {}, {}, 0, 0
+        self.keys, self.values, self.routes, self.slots, self.capacity = {}, {}, {}, 0, 0
 
     def copy(self, source: list[int], target: list[int], length: int) -> None:
         """Copy the first `length` tokens of each source slot over the target slot beside it in the list."""
         if not source:
             return
-        for tensors in (self.keys, self.values):
+        for tensors in (self.keys, self.values, self.routes):
             for tensor in tensors.values():
                 index = torch.as_tensor(source, device=tensor.device)
                 tensor[torch.as_tensor(target, device=tensor.device), :, :length] = tensor[index, :, :length]
@@ -129,6 +131,21 @@ class SlotCache(Cache):
         keys[plan.token_slots, :, plan.positions] = key_states[0].transpose(0, 1)
         values[plan.token_slots, :, plan.positions] = value_states[0].transpose(0, 1)
         return keys, values
+
+    def note_routes(self, layer: int, chosen: torch.Tensor) -> None:
+        """The experts [N, k] that MoE layer `layer` sends the tokens of the running pass to; nothing outside of one."""
+        plan = getattr(_active, "plan", None)
+        if plan is None:
+            return
+        if layer not in self.routes:
+            self.routes[layer] = torch.zeros(self.slots, 1, self.capacity, chosen.shape[1], dtype=torch.int16,
+                                             device=chosen.device)
+        self.routes[layer][plan.token_slots, 0, plan.positions] = chosen.to(torch.int16)
+
+    def routes_of(self, slot: int, length: int) -> np.ndarray:
+        """int16 [length, L, k]: the experts of the first `length` tokens of a slot."""
+        layers = [self.routes[layer][slot, 0, :length] for layer in sorted(self.routes)]
+        return torch.stack(layers, dim=1).cpu().numpy()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Positions are always passed to the model, so that no length has to be guessed."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ from mopd.sampling.advantages import GroupAdvantage, outcome_advantages
 from mopd.sampling.agent_loop import Episode, EpisodeSpec, play_episodes
 from mopd.sampling.base import SamplingEngine, SamplingOptions
 from mopd.sampling.fresh_turn import FreshTurnPoint, demonstration_rows, rows_from_sequence, sample_fresh_turns
+from mopd.sampling.point_draws import measured
 from mopd.sampling.rendering import ChatRenderer
 from mopd.sampling.resume import Resumer
 from mopd.sampling.sharing import merge, own
@@ -104,9 +104,10 @@ class Streams:
         for name, counts in plan.counts.items():
             for sample in range(counts.get("rollout", 0)):
                 task = self.domains[name].draw("train", self.seed, plan.step, sample)
+                harness = self.domains[name].harnesses.pick(self.seed, plan.step, name, sample)  # one for the whole group
                 for member in range(self.group_size):
                     seed = stable_seed(self.seed, plan.step, name, "rollout", sample, member)
-                    specs.append(EpisodeSpec(name, task, seed, group, len(specs)))
+                    specs.append(EpisodeSpec(name, task, seed, group, len(specs), harness=harness))
                 group += 1
         return specs
 
@@ -156,14 +157,7 @@ class Streams:
         """
         if self.selector is None:
             return
-        found: dict[DecisionPoint, list[Mapping[str, float]]] = defaultdict(list)
-        for group, point in samples.points.items():
-            if (measured := turn_scores.get((group, point.turn))) is not None:
-                found[point].append(measured)  # a point that was drawn twice has two groups
-        self.selector.observe(step, {
-            point: {name: math.fsum(m[name] for m in parts) / len(parts)
-                    for name in parts[0] if all(name in m for m in parts)}
-            for point, parts in found.items()})
+        self.selector.observe(step, measured(samples.points, turn_scores))
 
     def summary(self) -> str:
         """What this process sampled so far, in words."""
@@ -187,7 +181,7 @@ class Streams:
         start = time.perf_counter()
         episodes = play_episodes(
             self.engine, {n: d.pool for n, d in self.domains.items()}, specs, self.renderer,
-            {n: d.harness for n, d in self.domains.items()}, temperature=self.temperature, top_p=self.top_p,
+            {n: d.harnesses for n, d in self.domains.items()}, temperature=self.temperature, top_p=self.top_p,
             top_k=self.top_k, fingerprint=self.fingerprint, source=Source("student", f"{self.student}@{plan.step}"),
             ended=self._tell(lambda spec: "rollout"))
         wall = time.perf_counter() - start

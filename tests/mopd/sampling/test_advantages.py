@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mopd.config import Config, DomainConfig, TrainConfig
 from mopd.domains import Domain
 from mopd.environments.base import Task
-from mopd.run import group_advantage
+from mopd.run_parts import group_advantage
 from mopd.sampling.advantages import outcome_advantages
 from mopd.sampling.agent_loop import Episode, EpisodeSpec
 from mopd.sampling.demo_tokenizer import train_tokenizer

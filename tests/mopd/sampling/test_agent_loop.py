@@ -362,7 +362,7 @@ def test_repeated_tasks_get_their_own_draws(engine, renderer):
     [
         ((), HARNESS, "domain 'walk' has no environment pool; there is one for no domain"),
         (("walk",), Harness(max_context_tokens=9999), "max_context_tokens 9999 exceeds the model's 512"),
-        (("walk",), Harness("", 0, 5, 400), "max_turns is 0"),
+        (("walk",), Harness("", 0, 5, 400), "max_turns: 0 must be at least 1"),
     ],
 )
 def test_what_cannot_be_played_is_refused_first(renderer, domains, harness, message):

@@ -20,6 +20,7 @@ from mopd.sampling.base import SamplingOptions
 from mopd.sampling.contexts import ContextBuilder
 from mopd.sampling.demo_tokenizer import train_tokenizer
 from mopd.sampling.fresh_turn import FreshTurnPoint, sample_fresh_turns
+from mopd.sampling.harness import Talk
 from mopd.sampling.hf import HFEngine
 from mopd.sampling.rendering import ChatRenderer
 from mopd.sampling.resume import Conversation, check_replays
@@ -182,16 +183,16 @@ def test_observations_are_rendered_as_in_play(store, engine, renderer):
             if turn not in (0, 2):
                 continue
             sequence = store.sequence(identity)
-            conversation = Conversation(identity, sequence, renderer, part.harness.system_prompt)
+            conversation = Conversation(identity, sequence, renderer, part.harnesses)
             found = restore(conversation.recording, turn, part.pool, witness=conversation.witness)
-            messages = conversation.messages(found.views)
+            talk = Talk(part.harness, renderer)
+            conversation.tell(talk, found.views)
             builder = ContextBuilder(store.prefix(point), turn=turn)
             for later in range(turn, sequence.turns - 1):
                 played = store.continuation(points[identity, later])
                 builder.act(played, -0.5, 0, "student")
-                messages += [{"role": "assistant", "content": renderer.action_text(played)},
-                             {"role": "user", "content": found.environment.step(sequence.actions[later]).text}]
-                builder.observe(renderer.extend(messages, builder.tokens))
+                talk.say(played)
+                builder.observe(talk.hear(found.environment.step(sequence.actions[later]).text, builder.tokens))
                 assert builder.tokens.tolist() == store.prefix(points[identity, later + 1]).tolist()
             part.pool.release(found.environment)
     finally:
