@@ -22,6 +22,10 @@ class WrongExport(ValueError):
     """An export that cannot be made as asked."""
 
 
+class ReaderGone(RuntimeError):
+    """Who read standard output has closed it, as `head` does; the message says how far the export came."""
+
+
 def chosen_ids(store: PrefixStore, domains: Iterable[str] = (), sources: Iterable[str] = (), *,
                success: bool | None = None) -> list[str]:
     """Ids of the sequences that pass every filter, ascending. Raises WrongExport for a domain that the store does not
@@ -53,7 +57,8 @@ def export(store: PrefixStore, out: str, *, form: str = "tokens", model: Path | 
     form   "tokens": the store's own format, which imports again to equal content hashes; "chat": OpenAI-style messages,
            for which `model` names the folder with the tokenizer and chat template
     Returns what was written: {"out", "form", "sequences", "by_segment"}; the last counts chats whose template could not be
-    taken apart, so that their messages are by segment. A file appears whole or not at all.
+    taken apart, so that their messages are by segment. A file appears whole or not at all. Raises ReaderGone where who reads
+    standard output has closed it.
     """
     if form not in FORMS:
         raise WrongExport(f"--form {form}: it is one of {', '.join(FORMS)}")
@@ -62,11 +67,17 @@ def export(store: PrefixStore, out: str, *, form: str = "tokens", model: Path | 
     ids = chosen_ids(store, tuple(domains), tuple(sources), success=success)
     rows = _token_rows(store, ids) if form == "tokens" else _chat_rows(store, ids, model)
     count = by_segment = 0
-    with _opened(out) as file:
-        for row, exact in rows:
-            file.write(json.dumps(row, separators=(",", ":")) + "\n")
-            count += 1
-            by_segment += not exact
+    try:
+        with _opened(out) as file:
+            for row, exact in rows:
+                file.write(json.dumps(row, separators=(",", ":")) + "\n")
+                count += 1
+                by_segment += not exact
+            file.flush()
+    except BrokenPipeError:
+        # What is still in the buffer has nowhere to go; the interpreter would stumble over it at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise ReaderGone(f"standard output was closed by its reader after {count} of {len(ids)} sequences") from None
     return {"out": out, "form": form, "sequences": count, "by_segment": by_segment}
 
 

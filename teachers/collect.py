@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mopd.config import Config, ConfigError
+from mopd.config_domains import played_otherwise
 from mopd.config_supervised import play_errors
 from mopd.domains import Domain, close_domains, open_domains
 from mopd.environments.base import Task
@@ -29,7 +30,7 @@ from mopd.learner.model import check_model_source, load_model
 from mopd.locks import only_process
 from mopd.pipeline import Job, Pipeline
 from mopd.progress import Progress
-from mopd.sampling.agent_loop import EpisodeSpec, play_episodes
+from mopd.sampling.agent_loop import EpisodeSpec, Harnesses, play_episodes
 from mopd.sampling.hf import HFEngine
 from mopd.sampling.rendering import ChatRenderer, load_tokenizer
 from mopd.seeds import stable_seed
@@ -132,9 +133,10 @@ class TeacherPlayer:
 
     def play(self, domain: Domain, specs: list[EpisodeSpec], batch: Batch) -> list[Trajectory]:
         """Play `specs`; failures and retries are counted in `batch`."""
-        harness = domain.harness
+        harness = domain.harnesses
         if self.teacher.max_tokens is not None:
-            harness = dataclasses.replace(harness, max_turn_tokens=self.teacher.max_tokens)
+            harness = Harnesses({name: dataclasses.replace(one, max_turn_tokens=self.teacher.max_tokens)
+                                 for name, one in harness.items()}, harness.shares)
         engine = self.engine
         domain.pool.prefetch([s.task for s in specs])
         episodes = play_episodes(engine, {self.name: domain.pool}, specs, self.renderer, {self.name: harness},
@@ -184,7 +186,7 @@ class ExpertPlayer:
                 batch.drop(f"the expert did nothing: {reason}", count)
         counted = DomainRows()
         sequences = render_transcripts([found[t] for t in dict.fromkeys(tasks) if t in found], self.renderer, counted,
-                                       max_tokens=domain.config.max_context_tokens)
+                                       max_tokens=domain.config.max_context_tokens, harness=domain.harness)
         for reason, count in counted.left_out.items():
             batch.drop(reason, count)
         if again := len(tasks) - len(set(tasks)):
@@ -236,6 +238,9 @@ def _collect(config: Config, domain: Domain, player: Any, folder: Path) -> dict[
             if number < len(done):
                 progress.update(start + len(part), "is in the store already")
                 continue
+            if number == len(done) and Path(config.store).is_dir() and not os.access(config.store, os.W_OK):
+                raise ConfigError(f"store: nothing can be written to {config.store}; give yourself the right to, or name "
+                                  "another store")
             began, batch = time.perf_counter(), Batch()
             seen = {identity for b in done for identity in b.ids}
             try:
@@ -294,7 +299,7 @@ def _identity(config: Config, name: str, player: Any, specs: list[EpisodeSpec]) 
     parts = [player.id, player.revision, player.temperature, dataclasses.asdict(player.renderer.fingerprint()), config.seed,
              options.player, options.top_p, options.top_k, options.batch, options.success_only, options.min_score,
              {key: getattr(domain, key) for key in ("environment", "options", "system_prompt", "max_turns", "max_turn_tokens",
-                                                    "max_context_tokens")},
+                                                    "max_context_tokens")} | played_otherwise(domain),
              *(getattr(getattr(player, "teacher", None), key, None) for key in ("max_tokens", "backend")),
              [[s.task.name, s.task.split, s.task.seed, s.seed] for s in specs]]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

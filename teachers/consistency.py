@@ -8,8 +8,10 @@ student's own origin stood at 0.04.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from prefix_store import PrefixStore
 from prefix_store.trajectory import Sequence as Trajectory
 from prefix_store.trajectory import decision_points_of, prefix_of
 from teachers.demonstrations import gather_demonstrations
+from teachers.registry import model_revision
 
 STREAM = "teacher_prefix"
 
@@ -44,6 +47,7 @@ class Distance:
     tokens      scored, of `turns` turns; `unscored` are those without a usable score
     where       what the student answered to
     threshold   above which the teacher counts as far
+    own         whether the teacher's manifest says that it was made from this very start
     """
 
     domain: str
@@ -58,6 +62,7 @@ class Distance:
     where: str
     threshold: float
     note: str = ""
+    own: bool = False
 
     @property
     def far(self) -> bool:
@@ -80,10 +85,13 @@ class Distance:
         """What to say of a teacher that is far, "" of one that is not."""
         if not self.far:
             return ""
-        return (f"domain {self.domain}: teacher {self.teacher} is far from the student's start: reverse KL {self.kl:.3f} is "
-                f"above consistency.threshold={self.threshold:g}. Teachers of another origin have made runs collapse "
-                "(0.19 against 0.04, arXiv 2606.30406); train it from the student's own start "
-                "(`mopd teacher sft`), or watch entropy and reverse KL of the first steps")
+        said = (f"domain {self.domain}: teacher {self.teacher} is far from the student's start: reverse KL {self.kl:.3f} is "
+                f"above consistency.threshold={self.threshold:g}. ")
+        origin = ("It was made from this very start, so this is what it has learnt" if self.own else
+                  "Teachers of another origin have made runs collapse (0.19 against 0.04, arXiv 2606.30406); train it from "
+                  "the student's own start (`mopd teacher sft`) if you can")
+        return (f"{said}{origin}. Watch entropy and reverse KL of the first steps; where they go well, set "
+                "consistency.threshold above what your own teachers measure, so that only a worse one is warned of")
 
 
 def measure_distances(config: Config, domains: Sequence[str], student: nn.Module, engine: SamplingEngine,
@@ -179,7 +187,17 @@ def _distance(config: Config, name: str, scorer: Any, student: nn.Module, rows: 
     note = "" if tokens else "the teacher gave no usable score"
     return Distance(name, scorer.teacher, kl, low, high, tokens, len(sums), unscored,
                     "sampled" if need == "sampled" else "exact", where,
-                    config.consistency.threshold, note)
+                    config.consistency.threshold, note, _made_from_the_student(config, scorer.teacher))
+
+
+def _made_from_the_student(config: Config, teacher: str) -> bool:
+    """Whether the manifest beside a teacher's weights (`mopd teacher sft` writes one) names the student's start as base."""
+    model = config.teachers[teacher].model if teacher in config.teachers else ""
+    try:
+        base = json.loads(Path(model, "manifest.json").read_text())["base_revision"] if model else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return base is not None and base == model_revision(config.student.model)
 
 
 def _need(scorer: Any) -> str:

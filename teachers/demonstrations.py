@@ -15,12 +15,14 @@ from pathlib import Path
 import numpy as np
 
 from mopd.config import Config, ConfigError
+from mopd.config_domains import words_of
 from mopd.config_supervised import SFTConfig
 from mopd.domains import open_domain
 from mopd.environments.demonstrations import demonstrate, write_transcripts
 from mopd.learner.supervised import rows_of_sequence
 from mopd.progress import Progress
 from mopd.rows import Row
+from mopd.sampling.harness import Harness
 from mopd.sampling.rendering import ChatRenderer, transcript_messages
 from mopd.seeds import stable_seed
 from prefix_store import PrefixStore
@@ -131,7 +133,7 @@ def _from_files(config: Config, options: SFTConfig, domains: Sequence[str], rend
             else:
                 found.left_out[f"of domain {sequence.domain!r}"] += 1
 
-        result = import_file(path, renderer, sink, options.format, domain=only, messages_of=transcript_messages,
+        result = import_file(path, renderer, sink, options.format, domain=only, messages_of=words_of(config.domains),
                              expert_only=True, max_context_tokens=None)
         for reason, places in result.refused.items():
             found.left_out[f"{reason} (e.g. {result.examples[reason]})"] += len(places)
@@ -157,20 +159,23 @@ def _from_expert(config: Config, name: str, renderer: ChatRenderer, part: Domain
         if reason != "kept":
             part.left_out[f"expert: {reason}"] += count
     # What the rollouts will be told, not the environment's own words.
-    yield from render_transcripts([t | {"system": domain.harness.system_prompt} for t in played.transcripts], renderer, part)
+    yield from render_transcripts([t | {"system": domain.harness.system_prompt} for t in played.transcripts], renderer, part,
+                                  harness=domain.harness)
 
 
 def render_transcripts(transcripts: list[dict], renderer: ChatRenderer, part: DomainRows | None = None,
-                       max_tokens: int | None = None) -> list[Trajectory]:
-    """Transcripts of played episodes token by token, as `mopd import` makes them; what it refuses is counted in `part`."""
+                       max_tokens: int | None = None, harness: Harness | None = None) -> list[Trajectory]:
+    """Transcripts of played episodes token by token, as `mopd import` makes them, in the words of `harness`; what it refuses
+    is counted in `part`."""
+    harness = harness or Harness()
     sequences: list[Trajectory] = []
     if not transcripts:
         return sequences
     with tempfile.TemporaryDirectory(prefix="mopd-demonstrations-") as folder:
         path = Path(folder) / "transcripts.jsonl"
         write_transcripts(path, transcripts)
-        result = import_file(path, renderer, sequences.append, "transcripts", messages_of=transcript_messages,
-                             max_context_tokens=max_tokens)
+        result = import_file(path, harness.renderer(renderer), sequences.append, "transcripts",
+                             messages_of=lambda t: transcript_messages(t, harness.words), max_context_tokens=max_tokens)
     for reason, places in result.refused.items():
         if part is not None:
             part.left_out[reason] += len(places)

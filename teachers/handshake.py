@@ -104,19 +104,19 @@ def shared_ids(student: Mapping[int, str], teacher: Mapping[int, str], *, teache
 
 
 def introduce(student: Mapping[str, Any], teacher: Mapping[str, Any], *, teacher_id: str, backend: str = "hf",
-              stop_ids: Collection[int] = (), longest: int | None = None, temperature: float = 1.0,
+              stop_ids: Collection[int] = (), longest: int | None = None, top_k: int = 0,
               revision: str = "", cross_tokenizer: bool = False) -> Agreement:
     """Compare two identities.
 
     stop_ids     ids at which this run ends a turn
     longest      tokens of the longest context that this teacher has to read
-    temperature  at which the run compares
+    top_k        likeliest ids that the run asks of a teacher that gives no distribution
     revision     what the config says the teacher's must be
     cross_tokenizer   its tokens may mean something else: it is asked by texts, and ids are not compared
     Raises TokenizerMismatch for other tokens, TeacherError with every other reason why this teacher cannot serve this run.
     """
     if cross_tokenizer:
-        return _by_text(student, teacher, teacher_id, backend, longest, temperature, revision)
+        return _by_text(student, teacher, teacher_id, backend, longest, revision)
     notes: list[str] = []
     theirs = teacher.get("vocabulary")
     if theirs:
@@ -127,7 +127,7 @@ def introduce(student: Mapping[str, Any], teacher: Mapping[str, Any], *, teacher
                      + ("it wrote some texts as the same ids as the student's. " if _told(teacher) else "")
                      + f"Name its folder as teachers.{teacher_id}.model and all of it is compared")
     _same_spelling(student, teacher, teacher_id)
-    errors = _unfit(teacher, teacher_id, backend, longest, temperature, revision)
+    errors = _unfit(teacher, teacher_id, backend, longest, top_k, revision)
     if errors:
         raise TeacherError("; ".join(errors))
     whole = backend == "hf"
@@ -155,9 +155,9 @@ def _facts(student, teacher, backend, longest, shared, tokens) -> dict[str, Any]
         "needs_tokens": longest, "gives": {name: capabilities[name] for name in sorted(capabilities)}}
 
 
-def _by_text(student, teacher, teacher_id, backend, longest, temperature, revision) -> Agreement:
+def _by_text(student, teacher, teacher_id, backend, longest, revision) -> Agreement:
     """A teacher that is asked in its own tokens: no id is compared, and none of its ids is cut off."""
-    if errors := _unfit(teacher, teacher_id, backend, None, temperature, revision):
+    if errors := _unfit(teacher, teacher_id, backend, None, 0, revision):
         raise TeacherError("; ".join(errors))
     same = teacher.get("vocabulary") == student["vocabulary"]
     if same:
@@ -174,7 +174,7 @@ def _by_text(student, teacher, teacher_id, backend, longest, temperature, revisi
         student, teacher, backend, longest, 0, "same" if same else "another tokenizer"))
 
 
-def _unfit(teacher, teacher_id, backend, longest, temperature, revision) -> list[str]:
+def _unfit(teacher, teacher_id, backend, longest, top_k, revision) -> list[str]:
     """Why a teacher whose tokens are right cannot serve this run, each with what could."""
     errors = []
     can = teacher.get("capabilities") or {}
@@ -190,10 +190,11 @@ def _unfit(teacher, teacher_id, backend, longest, temperature, revision) -> list
     if not can.get("sampled", True):
         errors.append(f"teacher {teacher_id!r} gives no log-probabilities of given tokens; serve it with `mopd teacher "
                       "serve`")
-    if temperature != 1.0 and not can.get("temperature"):
-        errors.append(f"teacher {teacher_id!r} scores at temperature 1 only (prompt log-probabilities of its back end "
-                      f"'{backend}' ignore it), and this run compares at {temperature:g}; take train.temperature=1, or "
-                      f"teachers.{teacher_id}.backend=hf")
+    most = can.get("max_k")
+    if top_k and most is not None and most < top_k:
+        errors.append(f"teacher {teacher_id!r} tells no more than {most} likeliest ids, and train.objective_options.k is "
+                      f"{top_k}; " + (f"take k={most}, or " if most else "") + "start it with a higher limit (`mopd teacher "
+                      f"serve` takes k from the configuration or --max-logprobs {top_k}), or take mopd or sampled_kl")
     return errors
 
 

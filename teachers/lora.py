@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,6 +78,24 @@ def choose_targets(model: nn.Module, wanted: Sequence[str], section: str = "sft"
     return tuple([name for name, kind in chosen.items() if kind == wish] for wish in ("linear", "parameter"))
 
 
+def check_targets(base: str | Path, options: LoRAConfig, section: str = "sft", *, trust_remote_code: bool = False) -> None:
+    """Raise ConfigError for adapters that the model in `base` has no place for, by its config alone: no weight is read."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    _chosen(model, options, section)
+
+
+def _chosen(model: nn.Module, options: LoRAConfig, section: str) -> tuple[list[str], list[str]]:
+    modules, parameters = choose_targets(model, options.targets, section)
+    if parameters and options.dropout:
+        raise ConfigError(f"{section}.lora.dropout: {options.dropout} cannot be had on the fused expert matrices "
+                          f"({parameters[0]}); set 0, or name other {section}.lora.targets")
+    return modules, parameters
+
+
 def add_lora(model: nn.Module, options: LoRAConfig, *, seed: int, section: str = "sft") -> Any:
     """Put adapters into `model` (in place) and freeze everything else; returns peft's tuner for `merge_lora`. The
     beginning is drawn from `seed` alone and changes nothing that the model says. Without targets all are taken that peft can
@@ -84,10 +103,7 @@ def add_lora(model: nn.Module, options: LoRAConfig, *, seed: int, section: str =
     from peft import LoraConfig
     from peft.tuners.lora import LoraModel
 
-    modules, parameters = choose_targets(model, options.targets, section)
-    if parameters and options.dropout:
-        raise ConfigError(f"{section}.lora.dropout: {options.dropout} cannot be had on the fused expert matrices "
-                          f"({parameters[0]}); set 0, or name other {section}.lora.targets")
+    modules, parameters = _chosen(model, options, section)
     config = LoraConfig(r=options.rank, lora_alpha=options.alpha, lora_dropout=options.dropout, target_modules=modules,
                         target_parameters=parameters or None, bias="none")
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import sys
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -174,7 +175,7 @@ def _several_ranks() -> bool:
 class TeacherRegistry:
     """The run's teachers. `route` errors are raised at once, before anything is loaded.
 
-    device       of in-process teachers
+    device       of in-process teachers; `devices` has that of single ones, by name
     cache_bytes  for scores of the others, together
     patience     how long the others are waited for; by default not at all (a launch fails at once)
 
@@ -183,10 +184,11 @@ class TeacherRegistry:
 
     def __init__(self, teachers: Iterable[TeacherSpec], domains: Mapping[str, str], *,
                  mixtures: Mapping[str, Mixture] | None = None, device: str = "cpu", cache_bytes: int = 256 << 20,
-                 patience: Patience | None = None):
+                 patience: Patience | None = None, devices: Mapping[str, str] | None = None):
         self.mixtures = dict(mixtures or {})
         self.route = route(teachers, domains, self.mixtures)
-        self.device, self.patience, self.cache = device, patience or Patience(), ScoreCache(cache_bytes)
+        self.device, self.devices = device, dict(devices or {})
+        self.patience, self.cache = patience or Patience(), ScoreCache(cache_bytes)
         self.agreements: dict[str, Agreement] = {}
         self._shared: int | None = None
         self._told: dict[str, dict[str, Any]] = {}
@@ -204,13 +206,13 @@ class TeacherRegistry:
 
     def handshake(self, student_tokenizer: Any, *, student: Mapping[str, Any] | None = None,
                   stop_ids: Collection[int] = (), longest: Mapping[str, int] | None = None,
-                  temperature: float = 1.0) -> int:
+                  top_k: int = 0) -> int:
         """Introduce every teacher to the student (see teachers.handshake); returns the number of ids that all share.
 
         student      its identity; by default what its tokenizer tells
         stop_ids     at which the run ends a turn
         longest      teacher -> tokens of the longest context that it has to read
-        temperature  at which the run compares
+        top_k        likeliest ids that the run asks of teachers that give no distribution
         No model weights are read but for their fingerprint. Warns of every note; raises TokenizerMismatch or TeacherError
         with everything that does not fit, of all teachers at once.
         """
@@ -220,7 +222,7 @@ class TeacherRegistry:
         for spec in self.route.teachers:
             try:
                 found = introduce(student, self.identity(spec), teacher_id=spec.id, backend=spec.backend, stop_ids=stop_ids,
-                                  longest=(longest or {}).get(spec.id), temperature=temperature, revision=spec.revision,
+                                  longest=(longest or {}).get(spec.id), top_k=top_k, revision=spec.revision,
                                   cross_tokenizer=spec.cross_tokenizer)
                 if spec.cross_tokenizer:
                     self._translators[spec.id] = self._translator(spec, student_tokenizer)
@@ -286,8 +288,8 @@ class TeacherRegistry:
         """Teacher -> what it can deliver to the learner, without loading it; those that the handshake let pass."""
         from teachers.scoring.hf import HFTeacher
 
-        found = {spec.id: HFTeacher.gives if spec.backend == "hf" else frozenset(self.backend(spec).gives) & {
-            "sampled", "hidden", "full"} for spec in self.route.teachers if spec.id in self.agreements}
+        found = {spec.id: HFTeacher.gives if spec.backend == "hf" else frozenset(self.backend(spec).gives)
+                 for spec in self.route.teachers if spec.id in self.agreements}
         return found | {spec.id: frozenset({"sampled"}) for spec in self.route.teachers
                         if spec.id in found and spec.cross_tokenizer}
 
@@ -329,15 +331,16 @@ class TeacherRegistry:
 
         sharded = spec.shard and _several_ranks()
         if spec.shard and not sharded:
-            warnings.warn(f"teachers.{spec.id}.shard has no effect on one rank: the teacher is loaded whole", stacklevel=2)
+            print(f"teachers.{spec.id}.shard has no effect on one rank: the teacher is loaded whole", file=sys.stderr)
         more = {"revision": spec.revision} if spec.revision and not Path(spec.model).is_dir() else {}
+        device = self.devices.get(spec.id) or self.device
         model = load_model(spec.model, dtype=spec.dtype, trust_remote_code=spec.trust_remote_code,
-                           device="cpu" if spec.offload or sharded else self.device, **more)
+                           device="cpu" if spec.offload or sharded else device, **more)
         if sharded:
             from teachers.scoring.sharded import ShardedTeacher
 
             return ShardedTeacher(model, teacher=spec.id, vocabulary=vocabulary, offload=spec.offload)
-        return HFTeacher(model, teacher=spec.id, vocabulary=vocabulary, device=self.device, offload=spec.offload)
+        return HFTeacher(model, teacher=spec.id, vocabulary=vocabulary, device=device, offload=spec.offload)
 
     def _by_text(self, spec: TeacherSpec) -> Any:
         """A teacher with another tokenizer, wherever it runs. Raises RuntimeError before a handshake."""

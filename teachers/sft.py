@@ -17,7 +17,7 @@ from typing import Any
 from mopd.config import Config, ConfigError, learner_config
 from mopd.config_supervised import LoRAConfig, SFTConfig
 from mopd.learner.best import Evaluation
-from mopd.learner.checkpoint import own_folder
+from mopd.learner.checkpoint import folder_of, own_folder
 from mopd.learner.engine import start_processes
 from mopd.learner.model import check_model_source, load_model, save_model
 from mopd.learner.moe import router_hash
@@ -25,10 +25,11 @@ from mopd.learner.supervised import Progress as Step
 from mopd.learner.supervised import SupervisedConfig, SupervisedResult, train_supervised
 from mopd.metrics import MetricsLog
 from mopd.progress import Progress
+from mopd.ranks import Ranks
 from mopd.rows import Row
 from mopd.sampling.rendering import ChatRenderer, load_tokenizer
 from teachers.demonstrations import Demonstrations, read_demonstrations
-from teachers.lora import adapted, add_lora, check_lora, label_logprobs, merge_lora, require_equal
+from teachers.lora import adapted, add_lora, check_lora, check_targets, label_logprobs, merge_lora, require_equal
 from teachers.registry import model_revision
 from teachers.sft_evaluation import TeacherEvaluation, check_evaluation, say
 
@@ -104,6 +105,14 @@ def _on_rank_0(step: int) -> Evaluation:
     raise AssertionError(f"the evaluation after step {step} is rank 0's")
 
 
+def check_layout(config: Config) -> None:
+    """Raise ConfigError for a layout in which no rank has the whole teacher to write."""
+    if config.deepspeed.autoep_size > 1:
+        raise ConfigError(f"deepspeed.autoep_size: {config.deepspeed.autoep_size} spreads experts over ranks, and a teacher "
+                          "has all of them on every rank; take deepspeed.autoep_size=0 for this command, and "
+                          "deepspeed.zero_stage=3 to split the weights")
+
+
 def run_sft(config: Config, domains: Sequence[str], out: str | Path, *, baseline: bool = False) -> SupervisedResult:
     """`mopd teacher sft`: train on the demonstrations of `domains` with config section `sft` (and `sft_domains.NAME`), or
     `off_policy` for the baseline. Several domains are mixed by their shares.
@@ -111,19 +120,30 @@ def run_sft(config: Config, domains: Sequence[str], out: str | Path, *, baseline
     Beside the folder OUT a file OUT.metrics.jsonl is written, one line per step with what an evaluation found; beside the
     baseline's folder it is metrics.jsonl, as an MOPD² run writes one, so that their costs can be compared. Checkpoints lie in
     OUT.checkpoints until the teacher is written: the same command goes on from them, whatever ended it.
+    On several ranks every one calls it with the same config; each trains on its share of every batch, and rank 0 evaluates
+    and writes. Raises ConfigError for what can be known to be wrong before weights are loaded, mopd.ranks.RanksDiffer and
+    RankFailed where another rank has other demonstrations or is lost.
     """
+    check_layout(config)
+    ranks = Ranks.start(timeout=config.train.ranks_timeout)
+    with ranks.reporting():
+        return _run(config, domains, Path(out), baseline, ranks)
+
+
+def _run(config: Config, domains: Sequence[str], out: Path, baseline: bool, ranks: Ranks) -> SupervisedResult:
     unknown = [d for d in domains if d not in config.domains]
     if unknown:
         raise ConfigError(f"unknown domain {', '.join(unknown)}; the config has {', '.join(config.domains)}")
     key, options = ("off_policy", config.off_policy) if baseline else ("sft", config.sft)
     if not baseline and len(domains) == 1 and domains[0] in config.sft_domains:
         key, options = f"sft_domains.{domains[0]}", config.sft_domains[domains[0]]
-    base, out = config.student.model, Path(out)
+    base = config.student.model
     check_model_source(base)
     if options.lora.rank:
         check_lora(key)
+        check_targets(base, options.lora, key, trust_remote_code=config.student.trust_remote_code)
     renderer = ChatRenderer(load_tokenizer(base, trust_remote_code=config.student.trust_remote_code))
-    found = read_demonstrations(config, options, domains, renderer)
+    found = ranks.together("reading the demonstrations", lambda: read_demonstrations(config, options, domains, renderer))
     if options.evaluate_every:
         check_evaluation(config, key, options, domains, found.held_out)
     label = "off-policy baseline" if baseline else f"teacher of {', '.join(domains)}"
@@ -134,7 +154,12 @@ def run_sft(config: Config, domains: Sequence[str], out: str | Path, *, baseline
         save_every=options.checkpoint_every, evaluate_every=options.evaluate_every, patience=options.patience,
         learner=learner_config(options.optimizer, config, log_file=f"{out}.deepspeed.log"))
     rows = found.rows
-    checkpoints = _checkpoints(config, options, supervised, found, base, out)
+    identity = _identity(config, options, supervised, found, base)
+    ranks.agree("what it trains on", dict(zip(("settings", "base", "demonstrations", "and more"),
+                                              [*identity[:3], identity[3:]], strict=True)))
+    folder = Path(f"{out}.checkpoints")
+    ranks.together("looking at the checkpoints", lambda: own_folder(folder, identity) if ranks.first else None)
+    checkpoints = folder_of(folder, identity)
     rank, _ = start_processes(log_file=f"{out}.deepspeed.log")
     if rank == 0:
         for line in [*found.describe(), *_split_notes(options, found)]:
@@ -175,9 +200,8 @@ def run_sft(config: Config, domains: Sequence[str], out: str | Path, *, baseline
     return result
 
 
-def _checkpoints(config: Config, options: SFTConfig, supervised: SupervisedConfig, found: Demonstrations, base: str,
-                 out: Path) -> Path:
-    """Where this training's checkpoints are; those of one with another result are removed."""
+def _identity(config: Config, options: SFTConfig, supervised: SupervisedConfig, found: Demonstrations, base: str) -> list:
+    """What this training's result depends on, as JSON values: settings, base, demonstrations, and what else there is."""
     trained_on = hashlib.sha256()
     for row in [*found.rows, *found.held_out]:
         trained_on.update(row.trunk.tobytes())
@@ -187,7 +211,7 @@ def _checkpoints(config: Config, options: SFTConfig, supervised: SupervisedConfi
     if options.evaluate_every:
         identity += [options.evaluation_episodes, options.evaluation_split, config.evaluate.temperature,
                      {name: dataclasses.asdict(config.domains[name]) for name in found.domains}]
-    return own_folder(f"{out}.checkpoints", identity)
+    return identity
 
 
 def _split_notes(options: SFTConfig, found: Demonstrations) -> list[str]:

@@ -70,7 +70,7 @@ class TeacherEvaluation:
             engine = HFEngine(self.model, max_batch=self.config.evaluate.batch, verify=False)
             bar, done = Progress(f"evaluation after step {step}", sum(map(len, self.tasks.values()))), 0
             for name, domain in self.domains.items():
-                played = play_tasks(engine, domain.pool, name, self.tasks[name], self.renderer, domain.harness,
+                played = play_tasks(engine, domain.pool, name, self.tasks[name], self.renderer, domain.harnesses,
                                     temperature=self.config.evaluate.temperature, seed=self.config.seed,
                                     progress=lambda n, before=done, who=name: bar.update(before + n, who))
                 done += len(played)

@@ -35,18 +35,20 @@ class TeacherWatch:
 
     registry     its teachers, introduced to the student
     scorers      domain → scorer, as the learner has them
-    need, temperature   what the learner asks them for
+    need, top_k, temperature   what the learner asks them for (mopd.learner.scores.what_to_ask)
     store        for the probes' texts, or None
     ids          token ids that texts may hold, for probes where the store has none
     folder       of the run; rank 0 keeps probes.json there
     """
 
     def __init__(self, config: Config, registry: TeacherRegistry, scorers: Mapping[str, Any], *, need: str,
-                 temperature: float, store: Any, ids: Sequence[int], folder: Path, ranks: Ranks | None = None):
+                 temperature: float, store: Any, ids: Sequence[int], folder: Path, ranks: Ranks | None = None,
+                 top_k: int = 0):
         self.config, self.registry, self.folder, self.ranks = config, registry, folder, ranks or Ranks()
         train = config.train
         registry.patience.wait_s = train.teacher_wait_s
-        self.scoring = Scoring(scorers, need=need, temperature=temperature, max_unscored_share=train.max_unscored_share)
+        self.scoring = Scoring(scorers, need=need, top_k=top_k, temperature=temperature,
+                               max_unscored_share=train.max_unscored_share)
         if self.scoring.teachers and self.ranks.size > 1 and train.teacher_wait_s >= train.ranks_timeout:
             raise TeacherError(f"train.ranks_timeout: {train.ranks_timeout:g} s must be above train.teacher_wait_s="
                                f"{train.teacher_wait_s:g}: while one rank waits for a teacher, the others wait for it")
@@ -110,10 +112,10 @@ class TeacherWatch:
         if self.probes.due(step) or returns != self._returns:
             mine = list(self.probes.probe(step, only=self._mine))
             found, alarms = self.ranks.of_first(lambda: mine)
-            record = {"probes": found, "alarms": alarms}
-            for words in alarms if self.ranks.first else ():
-                print(f"step {step}: ALARM: {words}", file=sys.stderr)
-            for name in self.probes.backends if alarms else ():
+            record = {"probes": found, "alarms": list(alarms.values())}
+            for name, words in alarms.items():
+                if self.ranks.first:
+                    print(f"step {step}: ALARM: {words}", file=sys.stderr)
                 self.registry.cache.forget(self.probes.backends[name][1])
         self._returns = returns
         return record | self.scoring.settle(rows, self.ranks)

@@ -111,12 +111,40 @@ def divergence(
     return flat.reshape(student_logits.shape[:-1])
 
 
+@dataclasses.dataclass(frozen=True)
+class TopK:
+    """What is known of a teacher that tells its likeliest ids alone, at T positions.
+
+    ids      long [T, k], likeliest first, no id twice in a row; one that the student does not have counts to the rest
+    logprob  [T, k] their log-probabilities under its whole softmax, at the temperature of the DivergenceSpec; a row with NaN
+             is a missing answer
+    """
+
+    ids: Tensor
+    logprob: Tensor
+
+    def __getitem__(self, rows: slice) -> TopK:
+        return TopK(self.ids[rows], self.logprob[rows])
+
+
 def divergence_and_numbers(
-    student_logits: Tensor, teacher_logits: Tensor, label: Tensor, spec: DivergenceSpec
+    student_logits: Tensor, teacher: Tensor | TopK, label: Tensor, spec: DivergenceSpec
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """`divergence` of [T, V] logits -> [T], and the `token_numbers` of the same rows from the same log-softmaxes."""
+    """`divergence` of [T, V] logits -> [T], and the `token_numbers` of the same rows from the same log-softmaxes.
+
+    Of a teacher that tells its TopK alone forward_kl over these ids is the same number, value and gradient, as from its
+    logits: the tail's mass is 1 − Σ of the ids'. Its numbers lack what needs the whole distribution, and `forward_kl` is
+    the divergence of the distributions coarsened to these ids and the rest, a lower bound. Raises ValueError for another
+    kind or support, whose ids are not the teacher's (METHOD section 3)."""
     numbers: dict[str, Tensor] = {}
-    return _Divergence.apply(student_logits, teacher_logits.detach(), spec, label, numbers), numbers
+    if isinstance(teacher, TopK):
+        if spec.kind != "forward_kl" or spec.support != "top_k":
+            raise ValueError(f"{spec.kind} over {spec.support} support cannot be had from the teacher's likeliest ids alone; "
+                             "take forward_kl with support='top_k'")
+        teacher = TopK(teacher.ids.long(), teacher.logprob.detach())
+    else:
+        teacher = teacher.detach()
+    return _Divergence.apply(student_logits, teacher, spec, label, numbers), numbers
 
 
 @torch.no_grad()
@@ -163,11 +191,11 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, student_logits: Tensor, teacher_logits: Tensor, spec: DivergenceSpec, label: Tensor | None = None,
+        ctx, student_logits: Tensor, teacher: Tensor | TopK, spec: DivergenceSpec, label: Tensor | None = None,
         numbers: dict[str, Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
         value, gradient = divergence_kernel(
-            student_logits, teacher_logits, spec, ctx.needs_input_grad[0], student_logits.dtype, label, numbers
+            student_logits, teacher, spec, ctx.needs_input_grad[0], student_logits.dtype, label, numbers
         )
         if gradient is not None:
             ctx.save_for_backward(gradient)
@@ -194,30 +222,33 @@ def block_rows(logits: Tensor) -> int:
 @torch.no_grad()
 def divergence_kernel(
     student_logits: Tensor,
-    teacher_logits: Tensor,
+    teacher: Tensor | TopK,
     spec: DivergenceSpec,
     with_gradient: bool,
     gradient_dtype: torch.dtype | None = None,
     label: Tensor | None = None,
     numbers: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """value[T] and d value / d student_logits [T, V] (None unless asked for), of logits [T, V], without autograd. With
-    label[T] `numbers` is filled with the token_numbers.
+    """value[T] and d value / d student_logits [T, V] (None unless asked for), of logits [T, V] (or the teacher's TopK),
+    without autograd. With label[T] `numbers` is filled with the token_numbers.
 
     Beyond its results it holds a block of rows at a time (see block_rows).
     """
-    dtype = compute_dtype(student_logits, teacher_logits)
+    top = isinstance(teacher, TopK)
+    dtype = compute_dtype(student_logits, teacher.logprob if top else teacher)
     value = student_logits.new_empty(len(student_logits), dtype=dtype)
     gradient = torch.empty_like(student_logits, dtype=gradient_dtype or dtype) if with_gradient else None
     step = block_rows(student_logits)
     for start in range(0, max(len(student_logits), 1), step):
         rows = slice(start, start + step)
-        student, teacher = (_log_softmax(x[rows], dtype, spec.temperature) for x in (student_logits, teacher_logits))
+        student = _log_softmax(student_logits[rows], dtype, spec.temperature)
+        theirs = teacher[rows] if top else _log_softmax(teacher[rows], dtype, spec.temperature)
         if numbers is not None:
-            for name, found in token_numbers(student, teacher, label[rows]).items():
+            made = _top_numbers(student, theirs, label[rows], spec) if top else token_numbers(student, theirs, label[rows])
+            for name, found in made.items():
                 # Made once: a small tensor kept per block would scatter the heap that the blocks come from.
                 numbers.setdefault(name, torch.empty_like(value))[rows] = found
-        value[rows], part = _block(student, teacher, spec, with_gradient)
+        value[rows], part = _block(student, theirs, spec, with_gradient)
         if gradient is not None:
             gradient[rows] = part
     return value, gradient
@@ -229,7 +260,7 @@ def _log_softmax(logits: Tensor, dtype: torch.dtype, temperature: float) -> Tens
 
 
 def _block(
-    student: Tensor, teacher: Tensor, spec: DivergenceSpec, with_gradient: bool
+    student: Tensor, teacher: Tensor | TopK, spec: DivergenceSpec, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """divergence_kernel on a block of rows of log-probabilities, which are consumed in place.
 
@@ -239,6 +270,8 @@ def _block(
     """
     if spec.support == "full":
         value, gradient = _full(student, teacher, spec, with_gradient)
+    elif isinstance(teacher, TopK):
+        value, gradient = _given_top_k(student, teacher, spec, with_gradient)
     else:
         value, gradient = _top_k(student, teacher, spec, with_gradient)
     if gradient is not None:
@@ -299,14 +332,41 @@ def _difference(left: Tensor, right: Tensor, without_mass: Tensor) -> Tensor:
 
 def _top_k(student: Tensor, teacher: Tensor, spec: DivergenceSpec, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
     ids, valid = top_k_ids(student, teacher, spec.kind, spec.k)
-    minus_inf = -math.inf
-    s = student.gather(-1, ids).masked_fill(~valid, minus_inf)
-    t = teacher.gather(-1, ids).masked_fill(~valid, minus_inf)
-    count = ids.shape[-1]
     inside = torch.zeros_like(student, dtype=torch.bool).scatter(-1, ids, True)
+    tail = torch.logsumexp(teacher.masked_fill(inside, -math.inf), dim=-1, keepdim=True) if spec.tail == "bucket" else None
+    return _on_ids(student, teacher.gather(-1, ids), tail, ids, valid, inside, spec, with_gradient)
+
+
+def _given_top_k(student: Tensor, teacher: TopK, spec: DivergenceSpec, with_gradient: bool
+                 ) -> tuple[Tensor, Tensor | None]:
+    """_top_k where the teacher's ids and their log-probabilities are all that is known of it."""
+    valid = teacher.ids < student.shape[-1]
+    ids, t = teacher.ids.masked_fill(~valid, 0), teacher.logprob.to(student.dtype)
+    # Another place may stand for an id that the student lacks, so the mask is added up.
+    inside = torch.zeros_like(student, dtype=torch.int8).scatter_add(-1, ids, valid.to(torch.int8)) > 0
+    # In float64: of mass next to 1 too little would be left in float32. Rounding may put the sum above 1.
+    mass = teacher.logprob.double().masked_fill(~valid, -math.inf).exp().sum(-1, keepdim=True)
+    tail = torch.log1p(-mass.clamp(max=1.0)).to(student.dtype) if spec.tail == "bucket" else None
+    return _on_ids(student, t, tail, ids, valid, inside, spec, with_gradient)
+
+
+def _top_numbers(student: Tensor, teacher: TopK, label: Tensor, spec: DivergenceSpec) -> dict[str, Tensor]:
+    """token_numbers as far as the teacher's likeliest ids say them."""
+    coarse, _ = _given_top_k(student, teacher, dataclasses.replace(spec, tail="bucket"), False)
+    known = ~torch.isnan(teacher.logprob).any(-1)
+    return token_numbers(student, None, label) | {
+        "forward_kl": coarse, "agreement": torch.where(known, (teacher.ids[:, 0] == label).to(coarse.dtype), torch.nan)}
+
+
+def _on_ids(student: Tensor, t: Tensor, t_tail: Tensor | None, ids: Tensor, valid: Tensor, inside: Tensor,
+            spec: DivergenceSpec, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """The divergence over chosen ids: t [T, K] the teacher's log-mass of ids [T, K] as far as `valid`, t_tail [T, 1] that of
+    the rest (for a bucket), inside [T, V] which ids these are."""
+    minus_inf, count = -math.inf, ids.shape[-1]
+    s = student.gather(-1, ids).masked_fill(~valid, minus_inf)
+    t = t.masked_fill(~valid, minus_inf)
     if spec.tail == "bucket":
         s_tail = torch.logsumexp(student.masked_fill(inside, minus_inf), dim=-1, keepdim=True)
-        t_tail = torch.logsumexp(teacher.masked_fill(inside, minus_inf), dim=-1, keepdim=True)
         s, t = torch.cat([s, s_tail], -1), torch.cat([t, t_tail], -1)
     elif spec.tail == "renormalise":
         s, t = _normalise(s), _normalise(t)

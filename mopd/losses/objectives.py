@@ -27,6 +27,7 @@ from torch import Tensor
 from mopd.losses.candidates import CandidateSets
 from mopd.losses.distribution import (
     DivergenceSpec,
+    TopK,
     block_rows,
     divergence_and_numbers,
     token_numbers,
@@ -63,6 +64,9 @@ class Objective(Protocol):
     """What the learner calls. N loss positions, V vocabulary; `student_logits` carries the graph, nothing else does.
 
     needs               "sampled" (teacher_logprob is enough) or "full" (teacher_logits [N, V] must be there)
+    top_k               optional: k > 0 where `needs` is "full" and the k likeliest ids of a teacher that gives no logits do
+                        as well. The call then has teacher_logits None, teacher_top_ids long [N, k], likeliest first, and
+                        teacher_top_logprob [N, k] (a row with NaN is a missing score)
     student_logits      [N, V] the rows that predict the labels
     teacher_logits      [N, V] or None; a row with a NaN is a missing score
     teacher_logprob     [N] or None, log π_T of the label at the sampling temperature; NaN is a missing score
@@ -190,6 +194,24 @@ class DivergenceObjective:
             raise ValueError(f"k must be a whole number, got {k!r}")
         self.spec = DivergenceSpec(kind, _number("beta", beta), support, k, tail, _positive(temperature))
 
+    @property
+    def top_k(self) -> int:
+        """How many of the teacher's likeliest ids are as good as its logits; 0: none are."""
+        return self.spec.k if self.spec.kind == "forward_kl" and self.spec.support == "top_k" else 0
+
+    def _from_top_k(self, student_logits: Tensor, teacher: TopK, teacher_logprob: Tensor | None, label: Tensor
+                    ) -> ObjectiveResult:
+        """The call's result from the teacher's likeliest ids; see divergence_and_numbers."""
+        scored = ~torch.isnan(teacher.logprob).any(dim=-1)
+        # A position without them has no value and, by the kernel, a gradient of exactly zero.
+        value, found = divergence_and_numbers(student_logits, teacher, label, self.spec)
+        infinite = scored & torch.isinf(value.detach())
+        loss = torch.where(scored & ~infinite, value, 0.0)
+        found = _completed({name: number.float() for name, number in found.items()}, None, teacher_logprob)
+        none = torch.zeros_like(scored)
+        found.update(unscored=~scored, infinite=infinite, masked=none, clipped=none)
+        return ObjectiveResult(loss, found)
+
     def __call__(
         self,
         *,
@@ -200,7 +222,11 @@ class DivergenceObjective:
         behaviour_logprob: Tensor,
         outcome_advantage: Tensor | None = None,
         candidates: CandidateSets | Sequence[Any] | None = None,
+        teacher_top_ids: Tensor | None = None,
+        teacher_top_logprob: Tensor | None = None,
     ) -> ObjectiveResult:
+        if teacher_logits is None and teacher_top_logprob is not None and self.top_k:
+            return self._from_top_k(student_logits, TopK(teacher_top_ids, teacher_top_logprob), teacher_logprob, label)
         if teacher_logits is None:
             raise ValueError(
                 f"objective {self.spec.kind!r} needs the teacher's logits; this teacher gives sampled scores only: "

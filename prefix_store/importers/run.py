@@ -12,6 +12,7 @@ from typing import Any
 
 from prefix_store.importers.base import (
     Conversation,
+    ImportFailed,
     ImportOptions,
     ImportResult,
     Renderer,
@@ -26,6 +27,9 @@ from prefix_store.trajectory import Fingerprint, InvalidSequence, Sequence, chec
 COMMIT_EVERY = 2000
 # sequences per commit of an import: a killed one leaves what it had committed, and the next run finds that there
 
+DAMAGED = "file that cannot be read"
+# the reason under which a damaged file counts as one refused row
+
 Sink = Callable[[Sequence], Any]
 Progress = Callable[[int, int], None]
 
@@ -37,6 +41,7 @@ def import_file(
     format: str = "auto",
     *,
     progress: Progress | None = None,
+    go_on: bool = False,
     **options: Any,
 ) -> ImportResult:
     """Import a file, or every file of a folder; hand each sequence to `sink` (for instance `store.append`).
@@ -44,11 +49,13 @@ def import_file(
     format    a key of FORMATS, or "auto": each file is recognised by its first rows
     renderer  None will do for the store's own export, which is not rendered again
     progress  called with (bytes read, bytes in all)
+    go_on     a single file that cannot be read is counted as one of a folder is, since others are imported with it
     options   the fields of `ImportOptions`
 
     A row that fails is counted in the result with its reason and place, never raised. Files of a folder in no known
-    format are listed in `skipped`. Raises UnknownFormat for a single file that is not recognised, FileNotFoundError,
-    ImportFailed for a file that cannot be read at all; errors of the sink pass through.
+    format are listed in `skipped`; one that is damaged is counted as DAMAGED behind the rows that could be read. Raises
+    UnknownFormat for a single file that is not recognised, FileNotFoundError, ImportFailed for a single file, or a folder of
+    files, that cannot be read at all; errors of the sink pass through.
     """
     chosen = ImportOptions(**options)
     wanted = None if format == "auto" else format_named(format)
@@ -60,6 +67,7 @@ def import_file(
     fingerprint = renderer.fingerprint() if renderer is not None else None
     sizes = [file.stat().st_size for file in files]
     formats: dict[str, None] = {}
+    failed: ImportFailed | None = None
     for number, file in enumerate(files):
         before = sum(sizes[:number])
         told = (lambda done, at=before: progress(at + done, sum(sizes))) if progress else None
@@ -75,7 +83,15 @@ def import_file(
             if not path.is_dir() or renderer is None or wanted is not None:
                 raise
             result.skipped[str(file.relative_to(path))] = str(error).split(": ", 1)[-1].split(". Known")[0].split("\n")[0]
-    if not formats:
+        except ImportFailed as error:
+            if not path.is_dir() and not go_on:
+                raise
+            failed = failed or error
+            result.rows += 1
+            result.refuse(DAMAGED, place.removesuffix(":") or file.name, str(error))
+    if failed and not formats and not go_on:
+        raise failed
+    if not formats and not failed:
         raise UnknownFormat(f"{path}: none of its {len(files)} files is in a known format; for example "
                             + "; ".join(f"{name}: {why}" for name, why in list(result.skipped.items())[:3]))
     result.format = ", ".join(formats)
@@ -89,6 +105,7 @@ def formats_of(path: str | os.PathLike, format: str = "auto") -> list[str]:
         return [format_named(format).name]
     path = pathlib.Path(path)
     found: dict[str, None] = {}
+    failed: ImportFailed | None = None
     for file in files_of(path):
         try:
             rows = read_rows(file)
@@ -97,6 +114,10 @@ def formats_of(path: str | os.PathLike, format: str = "auto") -> list[str]:
         except UnknownFormat:
             if not path.is_dir():
                 raise
+        except ImportFailed as error:
+            failed = failed or error
+    if failed and not found:
+        raise failed
     if not found:
         raise UnknownFormat(f"{path} holds no file in a known format; known formats:\n{known_formats()}")
     return list(found)
@@ -240,11 +261,12 @@ def import_into(
     for number, path in enumerate(names):
         before, behind = duplicates(), sum(sizes[:number])
         told = (lambda done, _, at=behind: progress(at + done, sum(sizes))) if progress else None
-        result = import_file(path, renderer, sink, format, progress=told, tokenizer=tokenizer, **options)
+        result = import_file(path, renderer, sink, format, progress=told, tokenizer=tokenizer, go_on=len(names) > 1,
+                             **options)
         result.duplicates = duplicates() - before
         results.append(result)
     done = StoreImport(results, None)
-    if strict and done.refused:
+    if strict and done.refused and opened is not None:
         opened.close()
     elif done.taken:
         done.version = opened.commit(message)

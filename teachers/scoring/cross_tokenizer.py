@@ -124,6 +124,8 @@ class CrossTokenizerTeacher(RemoteTeacher):
     log-ratio (alignment.span_advantages), made with the student's log-probabilities at sampling (µ, which is π_θ but for
     the updates since)."""
 
+    by_text = True  # it scores what the ids spell, never ids that spell nothing
+
     def __call__(self, batch: MicroBatch, *, need: str = "sampled", temperature: float = 1.0) -> Scores:
         """See RemoteTeacher."""
         scores = super().__call__(batch, need=need, temperature=temperature)

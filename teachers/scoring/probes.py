@@ -104,10 +104,12 @@ class Probes:
                     alarms.append(drift.words(self.tolerance(name)))
         return alarms
 
-    def probe(self, step: int, *, only: Collection[str] | None = None) -> tuple[dict[str, dict[str, float]], list[str]]:
-        """({teacher: {"largest", "mean", "unscored"}}, alarms) of a probe before `step`, in an order that changes with it. A
-        teacher that does not answer now is passed over, with {"unanswered": 1}: whoever needs its scores waits for it."""
-        found, alarms = {}, []
+    def probe(self, step: int, *, only: Collection[str] | None = None
+              ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+        """({teacher: {"largest", "mean", "unscored"}}, {teacher: alarm}) of a probe before `step`, in an order that changes
+        with it. A teacher that does not answer now is passed over, with {"unanswered": 1}: whoever needs its scores waits
+        for it."""
+        found, alarms = {}, {}
         for name in self._chosen(only):
             try:
                 now = self._score(name, order=step)
@@ -117,7 +119,7 @@ class Probes:
             drift = _compare(name, now, self.first[name], "its first probe")
             found[name] = {"largest": drift.largest, "mean": drift.mean, "unscored": drift.unscored}
             if drift.exceeds(self.tolerance(name)):
-                alarms.append(drift.words(self.tolerance(name)))
+                alarms[name] = drift.words(self.tolerance(name))
         return found, alarms
 
     def against(self, name: str, other: Any, what: str) -> Drift:

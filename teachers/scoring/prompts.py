@@ -117,12 +117,13 @@ def checked(prompt: Prompt, logprob: np.ndarray, labels: np.ndarray, top_ids: np
     why[logprob <= CLAMPED] = RULED_OUT
     why[np.asarray(labels, np.int64) != wanted] = OTHER_TOKENS
     if top_ids is not None:
-        broken = ~np.isfinite(top_logprob).all(axis=1) | (top_logprob > ABOVE_ZERO).any(axis=1)
-        why[broken & (why == "")] = "non-finite or positive top-k"
+        broken = np.isnan(top_logprob).any(axis=1) | (top_logprob > ABOVE_ZERO).any(axis=1)
+        why[broken & ((why == "") | (why == RULED_OUT))] = "non-finite or positive top-k"
         order = np.argsort(-top_logprob, axis=1, kind="stable")
         top_ids = np.take_along_axis(np.asarray(top_ids, np.int32), order, 1)
         top_logprob = np.minimum(np.take_along_axis(np.asarray(top_logprob, np.float32), order, 1), 0.0)
-        top_logprob[why != ""] = np.nan
+        top_logprob[top_logprob <= CLAMPED] = -np.inf
+        top_logprob[(why != "") & (why != RULED_OUT)] = np.nan
     logprob = np.where(why == "", np.minimum(logprob, 0.0), np.nan).astype(np.float32)
     logprob[why == RULED_OUT] = -np.inf
     return PromptScores(logprob, top_ids, top_logprob, np.asarray(labels, np.int32), why)

@@ -9,6 +9,7 @@ answers at all the run waits (`patience.py`).
 from __future__ import annotations
 
 import collections
+import dataclasses
 import queue
 import threading
 from collections.abc import Iterable, Sequence
@@ -46,7 +47,7 @@ class RemoteTeacher:
 
     def __init__(self, backend: ScoringBackend, *, revision: str, cache: ScoreCache, patience: Patience | None = None,
                  again: int = ASK_AGAIN, threads: int = THREADS):
-        self.backend, self.teacher, self.gives = backend, backend.teacher, backend.gives & {"sampled", "hidden", "full"}
+        self.backend, self.teacher, self.gives = backend, backend.teacher, backend.gives
         self.revision, self.cache, self.patience, self.again = revision, cache, patience or Patience(), again
         self.head, self.ids = getattr(backend, "head", None), getattr(backend, "ids", None)
         if self.head is None:
@@ -188,16 +189,16 @@ class RemoteTeacher:
 
     # As a scorer
 
-    def __call__(self, batch: MicroBatch, *, need: str = "full", temperature: float = 1.0) -> Scores:
-        """Scores of the micro-batch's N loss tokens (see TeacherScorer). Raises ValueError for a `need` that the back end
-        does not give, patience.TeacherGone where it does not answer for too long."""
+    def __call__(self, batch: MicroBatch, *, need: str = "full", temperature: float = 1.0, k: int = 0) -> Scores:
+        """Scores of the micro-batch's N loss tokens (see TeacherScorer; `k` with "top_k" only). Raises ValueError for a
+        `need` that the back end does not give, patience.TeacherGone where it does not answer for too long."""
         if need not in self.gives:
             raise ValueError(f"teacher {self.teacher!r} gives {', '.join(sorted(self.gives))}, not {need!r}; take the "
                              "objective 'mopd' or 'sampled_kl', or a teacher in this process")
         if not temperature > 0:
             raise ValueError(f"temperature must be positive, got {temperature}")
         sets = batch.candidates.sets() if getattr(batch, "candidates", None) is not None else None
-        requests = wanted.of_batch(batch.to("cpu"), what=need, temperature=temperature,
+        requests = wanted.of_batch(batch.to("cpu"), what=need, k=k, temperature=temperature,
                                    candidates=sets if need == "sampled" else None)
         answers = self.patient_answers(requests)
         self.scored_tokens += batch.loss_tokens
@@ -212,6 +213,10 @@ class RemoteTeacher:
             scores.over_candidates = sets is not None and need == "sampled"
         if need == "full":
             scores.logits = self._logits(answers, temperature).to(device)
+        if need == "top_k":
+            told = [a if a.top_ids is not None else _no_top(a, k) for a in answers]
+            scores.top_ids = torch.from_numpy(_stack([a.top_ids for a in told], (0, k), np.int64)).to(device)
+            scores.top_logprob = torch.from_numpy(_stack([a.top_logprob for a in told], (0, k))).to(device)
         for answer in answers:
             scores.missing.update(answer.missing)
         return scores
@@ -247,6 +252,13 @@ class RemoteTeacher:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _stack(parts: Sequence[np.ndarray], empty: tuple[int, ...]) -> np.ndarray:
-    return np.concatenate(parts).astype(np.float32) if len(parts) else np.zeros(empty, np.float32)
+def _stack(parts: Sequence[np.ndarray], empty: tuple[int, ...], dtype: type = np.float32) -> np.ndarray:
+    return np.concatenate(parts).astype(dtype) if len(parts) else np.zeros(empty, dtype)
+
+
+def _no_top(answer: ScoreAnswer, k: int) -> ScoreAnswer:
+    """An answer without likeliest ids as one in which all of them are missing."""
+    size = len(answer.logprob)
+    return dataclasses.replace(answer, top_ids=np.zeros((size, k), np.int32),
+                               top_logprob=np.full((size, k), np.nan, np.float32))
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from mopd.learner.scores import what_to_ask
 from mopd.rows import Row
 from teachers.scoring import wanted
 from teachers.scoring.answers import unscored
@@ -28,12 +29,13 @@ class Scoring:
     """Ahead-of-need scoring for the domains of a run.
 
     scorers      domain → its scorer, as TeacherRegistry.scorers gives them
-    need         what the learner will ask them for ("sampled" or "full"), at `temperature`
+    need, top_k  of the learner's objective, which says what it will ask them for, at `temperature`
     max_unscored_share   see train.max_unscored_share
     """
 
-    def __init__(self, scorers: Mapping[str, Any], *, need: str, temperature: float, max_unscored_share: float = 1.0):
-        self.need, self.temperature, self.max_unscored_share = need, temperature, max_unscored_share
+    def __init__(self, scorers: Mapping[str, Any], *, need: str, temperature: float, top_k: int = 0,
+                 max_unscored_share: float = 1.0):
+        self.need, self.top_k, self.temperature, self.max_unscored_share = need, top_k, temperature, max_unscored_share
         self.remote = {domain: _remote(scorer) for domain, scorer in scorers.items()}
         self._asked: dict[int, dict[bytes, ScoreRequest]] = {}  # by teacher: what this process began for the coming step
         self._before: dict[str, Any] = {}
@@ -82,26 +84,24 @@ class Scoring:
         found: dict[RemoteTeacher, list[ScoreRequest]] = {}
         for row in rows:
             for teacher in self.remote[row.domain]:
-                what = self.need
-                if what == "full" and "hidden" in teacher.gives:
-                    what = "hidden"
-                requests = wanted.of_rows([row], what=what, temperature=self.temperature)
+                what, k = what_to_ask(teacher.gives, self.need, self.top_k)
+                requests = wanted.of_rows([row], what=what, k=k, temperature=self.temperature)
                 found.setdefault(teacher, []).extend(requests)
         return found
 
     def _exchange(self, own: Mapping[RemoteTeacher, Sequence[ScoreRequest]],
                   answers: Mapping[RemoteTeacher, Sequence[ScoreAnswer]], ranks: Any) -> None:
-        """Give every rank the sampled-token scores of the others: its share of the rows may have been sampled there."""
-        if self.need != "sampled":
-            return
-        mine = {t.teacher: [[request.key().hex(), answer.logprob, dict(answer.missing)]
-                            for request, answer in zip(own[t], answers[t], strict=True)] for t in own}
+        """Give every rank the scores of the others, of sampled tokens and likeliest ids: its share of the rows may have been
+        sampled there."""
+        mine = {t.teacher: [[request.key().hex(), answer.logprob, answer.top_ids, answer.top_logprob, dict(answer.missing)]
+                            for request, answer in zip(own[t], answers[t], strict=True)
+                            if request.what in ("sampled", "top_k")] for t in own}
         by_name = {t.teacher: t for t in self.teachers}
         for rank, part in enumerate(ranks.gather(mine)):
             for name, entries in part.items() if rank != ranks.rank else ():
                 teacher = by_name[name]
-                for key, logprob, missing in entries:
-                    answer = ScoreAnswer(name, np.asarray(logprob, np.float32), missing=dict(missing))
+                for key, logprob, top_ids, top_logprob, missing in entries:
+                    answer = ScoreAnswer(name, np.asarray(logprob, np.float32), top_ids, top_logprob, missing=dict(missing))
                     teacher.cache.put(teacher.revision, bytes.fromhex(key), Entry(answer, teacher.again + 1))
 
     @staticmethod

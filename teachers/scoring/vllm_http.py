@@ -12,26 +12,19 @@ from __future__ import annotations
 
 import base64
 import io
-import json
-import re
 from typing import Any
 
 import numpy as np
 
 from mopd.sampling.base import Completion
+from mopd.sampling.vllm_wire import BadAnswer, Refused, error_text, largest_k, parse_json
 from teachers.scoring.prompts import Prompt, PromptScores, checked
 from teachers.scoring.turns import Turn, written
 
+__all__ = ["PATHS", "WAYS", "BadAnswer", "Refused", "body", "error_text", "largest_k", "parse_json", "read_answer"]
+
 WAYS = ("chosen", "tokens", "completions")
 PATHS = {"chosen": "/inference/v1/generate", "tokens": "/inference/v1/generate", "completions": "/v1/completions"}
-
-
-class BadAnswer(ValueError):
-    """An answer that is not one to this question; the text is the reason under which its tokens are counted."""
-
-
-class Refused(ValueError):
-    """The server says that this request is wrong; asking again would not help."""
 
 
 def body(way: str, model: str, prompt: Prompt | Turn) -> dict[str, Any]:
@@ -142,32 +135,3 @@ def _rows(prompt: Prompt, rows: list[Any]) -> PromptScores:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BadAnswer("malformed log-probabilities") from error
     return checked(prompt, logprob, labels, top_ids, top_logprob)
-
-
-def parse_json(content: bytes) -> dict[str, Any]:
-    """An answer's JSON object; raises BadAnswer. NaN and Infinity are read, so that they are seen."""
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise BadAnswer("answer is not JSON") from error
-    if not isinstance(found, dict):
-        raise BadAnswer("answer is not a JSON object")
-    return found
-
-
-def error_text(content: bytes) -> str:
-    """What a server says about a request that it did not take, in one short line."""
-    try:
-        found = json.loads(content)
-        text = found.get("error", found)
-        text = text.get("message", text) if isinstance(text, dict) else text
-        text = text if isinstance(text, str) else json.dumps(text)
-    except (ValueError, AttributeError):
-        text = content[:400].decode(errors="replace")
-    return " ".join(text.split())[:200] or "no words"
-
-
-def largest_k(content: bytes) -> int | None:
-    """The limit that vLLM names when it is asked for too many log-probabilities."""
-    found = re.search(r"max allowed: (\d+)", error_text(content))
-    return int(found.group(1)) if found else None

@@ -27,7 +27,7 @@ class VLLMLocal:
     model               Hugging Face folder or hub id
     dtype               "float32", "bfloat16", "float16"; none: the checkpoint's own
     max_model_len       longest context and one token; none: the model's own limit
-    max_k               limit of "top_k"
+    max_k               limit of "top_k"; none: all ids
     max_request_tokens  tokens handed to vLLM together
     memory_share        share of the GPU's memory that vLLM may take; on CPU `cache_gib` of memory holds its cache
 
@@ -38,24 +38,25 @@ class VLLMLocal:
     gives = frozenset({"sampled", "top_k"})
 
     def __init__(self, model: str, *, teacher: str, dtype: str = "", trust_remote_code: bool = False, revision: str = "",
-                 tensor_parallel: int = 1, pipeline_parallel: int = 1, max_model_len: int | None = None, max_k: int = 20,
-                 max_request_tokens: int = 65536, memory_share: float = 0.3, cache_gib: int = 1):
+                 tensor_parallel: int = 1, pipeline_parallel: int = 1, max_model_len: int | None = None,
+                 max_k: int | None = None, max_request_tokens: int = 65536, memory_share: float = 0.3, cache_gib: int = 1):
         from teachers.serve import need_vllm
 
         need_vllm(f"teachers.{teacher}.backend=vllm")
-        self.teacher, self.model, self.dtype, self.max_k = teacher, model, dtype, max_k
+        self.teacher, self.model, self.dtype = teacher, model, dtype
         self.max_request_tokens, self.cache_gib, self.memory_share = max_request_tokens, cache_gib, memory_share
         self.faults: collections.Counter[str] = collections.Counter()
         self.scored_tokens = self.computed_tokens = 0
         config = Path(model) / "config.json"
         self._details = json.loads(config.read_text()) if config.is_file() else {}
+        self.max_k = max_k or self._details.get("vocab_size") or 20
         # One token less than the model reads: vLLM insists on writing one.
         limit = max_model_len or self._details.get("max_position_embeddings")
         self.max_tokens: int | None = limit - 1 if limit else None
         self._options = {"model": model, "dtype": dtype or "auto", "trust_remote_code": trust_remote_code,
                          "revision": None if self._details else revision or None, "tensor_parallel_size": tensor_parallel,
                          "pipeline_parallel_size": pipeline_parallel, "max_model_len": max_model_len,
-                         "max_logprobs": max_k, "generation_config": "vllm", "logprobs_mode": MODE,
+                         "max_logprobs": self.max_k, "generation_config": "vllm", "logprobs_mode": MODE,
                          "disable_log_stats": True, "seed": 0}
         self._lock = threading.Lock()  # a vllm.LLM is asked by one thread at a time
         self._llm: Any = None

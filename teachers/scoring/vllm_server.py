@@ -23,9 +23,9 @@ from urllib.parse import urlsplit
 import httpx2
 import numpy as np
 
+from mopd.sampling.balance import Balance, Endpoint
 from mopd.sampling.base import Completion
 from teachers.scoring import vllm_http as wire
-from teachers.scoring.balance import Balance, Endpoint
 from teachers.scoring.prompts import Prompt, PromptScores, answers_of, prompts_of
 from teachers.scoring.requests import ScoreAnswer, ScoreRequest, TeacherError, TeacherUnreachable
 from teachers.scoring.turns import MODE, MODE_FLAG, Turn

@@ -11,7 +11,7 @@ from mopd.rows import Row
 from teachers.scoring.requests import ScoreRequest
 
 
-def of_rows(rows: Sequence[Row], *, what: str, temperature: float) -> list[ScoreRequest]:
+def of_rows(rows: Sequence[Row], *, what: str, temperature: float, k: int = 0) -> list[ScoreRequest]:
     """A request per action, in the rows' order."""
     found = []
     for row in rows:
@@ -20,12 +20,12 @@ def of_rows(rows: Sequence[Row], *, what: str, temperature: float) -> list[Score
             start, stop = action.at, action.at + len(action.tokens)
             tokens = np.concatenate([trunk[:start], np.asarray(action.tokens, np.uint32)])
             candidates = getattr(action, "candidates", None)
-            found.append(ScoreRequest(tokens, start, stop, what=what, temperature=temperature,
+            found.append(ScoreRequest(tokens, start, stop, what=what, k=k, temperature=temperature,
                                       candidates=None if candidates is None else tuple(candidates)))
     return found
 
 
-def of_batch(batch: MicroBatch, *, what: str, temperature: float,
+def of_batch(batch: MicroBatch, *, what: str, temperature: float, k: int = 0,
              candidates: Sequence[np.ndarray | None] | None = None) -> list[ScoreRequest]:
     """A request per action, in the order of the micro-batch's loss tokens (each action's stand together).
 
@@ -53,6 +53,6 @@ def of_batch(batch: MicroBatch, *, what: str, temperature: float,
         else:
             prefix = ids[row, :at]
         found.append(ScoreRequest(
-            np.concatenate([prefix, label[begin:end]]), at, at + end - begin, what=what, temperature=temperature,
+            np.concatenate([prefix, label[begin:end]]), at, at + end - begin, what=what, k=k, temperature=temperature,
             candidates=None if candidates is None else tuple(candidates[begin:end])))
     return found

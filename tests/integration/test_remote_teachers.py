@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from mopd.check import check_launch
 from mopd.learner.model import load_model
 from mopd.run import train
+from mopd.sampling.demo_tokenizer import train_tokenizer
+from mopd.sampling.streams import Streams
 from teachers import registry as registry_module
 from teachers.handshake import folder_identity
 from teachers.scoring import HFTeacher
+from teachers.scoring.alignment import UNALIGNED
+from teachers.scoring.cache import Entry
 from teachers.scoring.hf_backend import HFBackend
 from teachers.scoring.patience import TeacherGone
 from teachers.scoring.remote import RemoteTeacher
+from teachers.scoring.requests import ScoreAnswer
+from teachers.watch import TeacherWatch
 from tests.integration.test_determinism import stop_after, student
 from tests.teachers.scoring.faults import Planted
-from tests.tiny_run import records
+from tests.tiny_run import records, tiny_model
 
 FAR = ("teachers.game.backend=server", "teachers.game.urls=[http://127.0.0.1:9]", "train.objective=mopd",
        "train.prefix_fraction=0.5", "train.domain_schedule=static")
@@ -41,9 +48,7 @@ def planted(monkeypatch, tiny_run):
 
 def at_step(monkeypatch, number: int, act) -> None:
     """Call `act` once, when step `number` has been sampled."""
-    from mopd import run
-
-    sample, steps = run.Streams.sample, []
+    sample, steps = Streams.sample, []
 
     def sampled(self, plan):
         result = sample(self, plan)
@@ -52,7 +57,7 @@ def at_step(monkeypatch, number: int, act) -> None:
         steps.append(plan.step)
         return result
 
-    monkeypatch.setattr(run.Streams, "sample", sampled)
+    monkeypatch.setattr(Streams, "sample", sampled)
 
 
 def test_a_far_teacher_trains_as_a_near_one(tiny_run, tmp_path, planted, monkeypatch):
@@ -143,10 +148,22 @@ def test_other_weights_in_mid_run_are_an_alarm(tiny_run, tmp_path, planted, monk
         wrong = load_model(tiny_run.folder / "teachers" / "embodied")
         planted["game"].inner = HFBackend(HFTeacher(wrong, teacher="game"))
 
+    kept, before = {}, TeacherWatch.before
+
+    def watched(self, step, rows):
+        known = {name: revision for name, (_, revision, _) in self.probes.backends.items()}
+        for name, revision in known.items() if step == 0 else ():
+            self.registry.cache.put(revision, b"known", Entry(ScoreAnswer(name, np.zeros(1, np.float32))))
+        found = before(self, step, rows)
+        kept[step] = [name for name, revision in known.items() if self.registry.cache.get(revision, b"known") is not None]
+        return found
+
+    monkeypatch.setattr(TeacherWatch, "before", watched)
     at_step(monkeypatch, 1, swap)
     train(tiny_run.config(f"run={tmp_path}", *FAR, "train.probe_every=1", "train.steps=3"))
     found = records(student(tmp_path))
     assert found[0]["scoring"].get("alarms") is None and found[1]["scoring"]["alarms"] == found[2]["scoring"]["alarms"] != []
+    assert kept == {0: ["embodied", "game"], 1: ["embodied"], 2: ["embodied"]}, "the other teacher's scores stand"
     drift = found[1]["scoring"]["probes"]
     assert drift["game"]["largest"] > 0.1 and drift["embodied"]["largest"] < 1e-3
     assert "step 1: ALARM: teacher 'game': its probe has scores that differ by up to" in capsys.readouterr().err
@@ -165,6 +182,20 @@ def test_a_server_of_another_model_is_refused_at_launch(tiny_run, tmp_path, plan
     with pytest.raises(ValueError, match="teacher 'game': its probe has .* in this process: other weights"):
         train(tiny_run.config(f"run={tmp_path}", *FAR, "teachers.game.probe_against_model=true"))
     assert not (student(tmp_path) / "metrics.jsonl").exists()
+
+
+def test_teachers_with_another_tokenizer_score_a_whole_run_by_text(tiny_run, tmp_path, planted):
+    """The student has a tokenizer of its own; one teacher is behind a back end, the other in this process."""
+    own = train_tokenizer([(tiny_run.folder / f"{name}.jsonl").read_text() for name in ("embodied", "game")], 330)
+    student_folder = tiny_model(own, tmp_path / "student", 5)
+    train(tiny_run.config(f"run={tmp_path}", f"student.model={student_folder}", *FAR, "train.prefix_fraction=0",
+                          "train.steps=2", "teachers.game.cross_tokenizer=true", "teachers.embodied.cross_tokenizer=true"))
+    found = records(student(tmp_path))
+    assert len(found) == 2
+    for step in found:
+        for name in ("embodied", "game"):
+            assert step["domains"][name]["tokens"] > 0 and step["domains"][name]["unscored_share"] < 0.6
+        assert {reason for counts in step["missing"].values() for reason in counts} <= UNALIGNED
 
 
 def test_check_shows_the_handshake_and_what_does_not_fit(tiny_run, planted):

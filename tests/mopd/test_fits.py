@@ -10,6 +10,8 @@ from mopd.losses import make_objective
 from mopd.losses.objectives import ObjectiveResult
 
 SERVER, HERE = frozenset({"sampled"}), frozenset({"sampled", "full", "hidden"})
+LIKELIEST = frozenset({"sampled", "top_k"})
+TOP = {"support": "top_k", "k": 5}
 
 
 def found(gives, objective="mopd", options=None, domain=None, **train):
@@ -37,6 +39,34 @@ def test_sampled_scores_are_too_little_for_a_distribution(objective, options):
     assert error.startswith(f"train.objective: {objective} compares whole distributions, and teacher 'a' of domain game")
     assert "take mopd or sampled_kl" in error
     assert found({"a": SERVER}, "mopd") == []
+
+
+def test_the_likeliest_ids_of_a_server_do_for_forward_kl_over_them():
+    assert found({"a": LIKELIEST}, "forward_kl", TOP) == []
+    for objective, options in (("forward_kl", {}), ("reverse_kl", TOP), ("jsd", TOP)):
+        [error] = found({"a": LIKELIEST}, objective, options)
+        assert "gives the sampled token's score and its likeliest ids; take mopd or sampled_kl, forward_kl with" in error
+    [error] = found({"a": LIKELIEST, "b": HERE}, "forward_kl", TOP, domain={"teacher_weights": {"a": 1.0, "b": 2.0}})
+    assert error.startswith("domains.game.teacher_weights: the likeliest ids of a mixture are not")
+    [error] = found({"a": LIKELIEST}, "forward_kl", TOP, top_p=0.9)
+    assert error.startswith("train.top_p: ")
+    assert found({"a": HERE}, "forward_kl", TOP, top_p=0.9) == []
+
+
+def test_a_temperature_that_a_teacher_cannot_have_is_known_without_asking_it():
+    for at in ({"temperature": 0.7}, {"objective_options": {"temperature": 0.7}}):
+        config = Config(domains={"game": DomainConfig(environment="e", teacher="far")}, teachers={
+            "far": TeacherConfig(backend="server", urls=["http://127.0.0.1:9"]), "near": TeacherConfig("folder"),
+            "unused": TeacherConfig("folder", backend="vllm")})
+        config.train.objective = "mopd"
+        for name, value in at.items():
+            setattr(config.train, name, value)
+        objective = make_objective("mopd", config.train.objective_options)
+        error = misfits(config, objective, {"far": LIKELIEST})[0]
+        assert error.startswith("train.temperature: teacher 'far' (teachers.far.backend=server) scores at temperature 1 only")
+        assert "compares at 0.7" in error and "teachers.far.backend=hf" in error and "unused" not in error
+        config.domains["game"].teacher = "near"
+        assert not any("temperature 1 only" in e for e in misfits(config, objective, {"near": HERE}))
 
 
 def test_a_mixture_in_log_space_needs_all_whole_distributions():

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import random
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from prefix_store.importers import (
 )
 from prefix_store.importers.contexts import to_sequence
 from prefix_store.importers.exported import from_row, to_row
+from prefix_store.importers.run import DAMAGED, formats_of
 from prefix_store.trajectory import (
     Fingerprint,
     Source,
@@ -264,6 +266,31 @@ def test_damaged_files_say_so(tmp_path):
     for name in ("a.jsonl.gz", "b.parquet"):
         with pytest.raises(ImportFailed, match=name):
             import_file(tmp_path / name, CharacterRenderer(), print, "chat")
+
+
+def test_a_damaged_file_costs_a_folder_its_own_rows_only(tmp_path):
+    rows = [json.loads(GOOD.replace(b'"u"', b'"%s"' % random.Random(n).randbytes(2000).hex().encode())) for n in range(500)]
+    (tmp_path / "demos").mkdir()
+    packed = gzip.compress("\n".join(map(json.dumps, rows)).encode())
+    (tmp_path / "demos" / "a.jsonl.gz").write_bytes(packed[: 3 * len(packed) // 4])
+    (tmp_path / "demos" / "b.parquet").write_bytes(b"PAR1 nothing PAR1")
+    (tmp_path / "demos" / "c.jsonl").write_bytes(GOOD + b"\n")
+    taken = []
+    result = import_file(tmp_path / "demos", CharacterRenderer(), taken.append, domain="d")
+    assert result.refused == {DAMAGED: ["a.jsonl.gz", "b.parquet"]} and result.format == "chat"
+    assert result.taken == len(taken) == result.rows - 2 and 1 < result.taken < 500, "what stood before the damage is there"
+    assert "cannot be read" in str(result) and "b.parquet" in str(result)
+    assert formats_of(tmp_path / "demos") == ["chat"]
+    with PrefixStore.open(tmp_path / "store", "a") as store:
+        names = [tmp_path / "demos" / name for name in ("b.parquet", "c.jsonl")]
+        done = import_into(store, names, CharacterRenderer(), domain="d")
+        assert (done.taken, done.refused) == (1, 1), "several files that are named are as those of a folder"
+        assert import_into(store, names, CharacterRenderer(), strict=True, domain="d").version is None
+    (tmp_path / "demos" / "c.jsonl").unlink()
+    (tmp_path / "demos" / "a.jsonl.gz").unlink()
+    for read in (formats_of, lambda folder: import_file(folder, CharacterRenderer(), print, domain="d")):
+        with pytest.raises(ImportFailed, match="b.parquet"):
+            read(tmp_path / "demos")
 
 
 def test_flipped_bits_in_packed_files_say_so(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from mopd.sampling.hf import HFEngine
 from mopd.sampling.rendering import ChatRenderer, load_tokenizer
 from prefix_store import PrefixStore
 from teachers.consistency import measure_distances, print_distances, ratio_interval
+from teachers.registry import model_revision
 from teachers.scoring.hf import HFTeacher
 
 
@@ -54,6 +56,7 @@ def test_a_teacher_that_is_the_student_is_at_zero_and_others_are_where_they_are(
     assert far.turns == 24 and far.tokens >= 24 and far.tokens == zero.tokens and far.unscored == 0
     for words in ("consistency.threshold=0.1", "0.19 against", "0.04", "2606.30406"):
         assert words in far.warning
+    assert "of another origin" in far.warning and "set consistency.threshold above" in far.warning and not far.own
     again = measure_distances(config, ["game"], student, engine, {"game": other}, renderer, store)[0]
     assert again == far, "the same weights and config, another number"
     served = measure_distances(config, ["game"], student, engine, {"game": Sampled(other.model)}, renderer, store)[0]
@@ -61,6 +64,19 @@ def test_a_teacher_that_is_the_student_is_at_zero_and_others_are_where_they_are(
     assert served.low < far.kl < served.high, "the sampled estimate is of the same quantity"
     plain = far.as_json()
     assert json.loads(json.dumps(plain)) == plain and plain["far"] is True
+
+
+def test_a_teacher_made_from_the_student_is_not_called_one_of_another_origin(parts, tmp_path):
+    config, student, engine, renderer, store = parts
+    folder = shutil.copytree(config.teachers["game"].model, tmp_path / "made")
+    teachers = config.teachers | {"game": dataclasses.replace(config.teachers["game"], model=str(folder))}
+    config = dataclasses.replace(config, teachers=teachers)
+    scorer = {"game": HFTeacher(load_model(folder), teacher="game")}
+    for base, own in ((model_revision(config.student.model), True), ("another", False), (None, False)):
+        (folder / "manifest.json").write_text(json.dumps({"base_revision": base}))
+        [found] = measure_distances(config, ["game"], student, engine, scorer, renderer, store, points=4)
+        assert found.far and found.own == own and found.as_json()["own"] == own
+        assert ("made from this very start" in found.warning) == own != ("of another origin" in found.warning)
 
 
 def test_the_exact_value_is_that_of_plain_forward_passes(parts):

@@ -84,10 +84,10 @@ def test_what_a_server_cannot_do_is_refused_with_what_could(student):
         return str(error.value)
 
     assert "reads 100 tokens" in refused(longest=101) and "max_context_tokens" in refused(longest=101)
-    assert "scores at temperature 1 only" in refused(temperature=0.7) and "teachers.t.backend=hf" in refused(temperature=0.7)
+    assert "no more than 20 likeliest ids" in refused(top_k=21) and "k=20, or start it" in refused(top_k=21)
     assert "is revision abc, but teachers.t.revision says xyz" in refused(revision="xyz")
-    both = refused(longest=500, temperature=2.0)
-    assert "reads 100" in both and "temperature 1 only" in both
+    both = refused(longest=500, top_k=64)
+    assert "reads 100" in both and "--max-logprobs 64" in both
     with pytest.raises(TeacherError, match="gives no log-probabilities"):
         introduce(student, {**student, "capabilities": {**SAYS, "sampled": False}}, teacher_id="t", backend="server")
     introduce(student, changed(student, revision="abcdef"), teacher_id="t", backend="server", revision="abc", longest=100)
@@ -144,7 +144,7 @@ def test_a_registry_of_both_kinds(make_folder, tokenizer, servers):
         warnings.simplefilter("error")
         assert registry.handshake(tokenizer, longest={"s": 1000, "a": 99}) == len(tokenizer)
     assert len(made) == 1, "two names of one place share one connection"
-    assert registry.gives()["s"] == {"sampled"} and "hidden" in registry.gives()["a"]
+    assert registry.gives()["s"] == {"sampled", "top_k"} and "hidden" in registry.gives()["a"]
     scorers = registry.scorers()
     assert isinstance(scorers["web"], RemoteTeacher) and scorers["web"] is scorers["shop"]
     assert scorers["web"].revision == model_revision(two) and scorers["web"].cache is registry.cache

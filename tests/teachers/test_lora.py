@@ -13,7 +13,17 @@ from mopd.config import Config, ConfigError, DomainConfig, OptimizerConfig, SFTC
 from mopd.config_supervised import LoRAConfig
 from mopd.learner.model import load_model
 from mopd.learner.moe import router_hash
-from teachers.lora import MergeMismatch, adaptable, adapted, add_lora, choose_targets, merge_lora, require_equal
+from teachers import sft
+from teachers.lora import (
+    MergeMismatch,
+    adaptable,
+    adapted,
+    add_lora,
+    check_targets,
+    choose_targets,
+    merge_lora,
+    require_equal,
+)
 from teachers.sft import run_sft
 from tests.mopd.learner.tiny import make_model
 from tests.teachers.test_sft_evaluation import TALKS, write
@@ -66,7 +76,7 @@ def test_targets_are_names_that_exist():
     add_lora(model, LoRAConfig(rank=2, dropout=0.1, targets=["q_proj"]), seed=0)
 
 
-def test_a_teacher_with_adapters_learns_and_leaves_as_an_ordinary_model(tmp_path, make_folder):
+def test_a_teacher_with_adapters_learns_and_leaves_as_an_ordinary_model(tmp_path, make_folder, monkeypatch):
     config = Config(run=str(tmp_path), seed=3, domains={"chat": DomainConfig()},
                     student=StudentConfig(model=str(make_folder(0))),
                     sft=SFTConfig(steps=8, rows_per_step=4, micro_batch_tokens=300, evaluate_every=4, held_out_fraction=0.2,
@@ -86,9 +96,24 @@ def test_a_teacher_with_adapters_learns_and_leaves_as_an_ordinary_model(tmp_path
     assert manifest["router_hash_before"] == manifest["router_hash_after"] == router_hash(teacher)
     again = run_sft(config, ["chat"], tmp_path / "u")
     assert again.losses == result.losses
+    # Refused by the model's config, before demonstrations or weights are read.
+    monkeypatch.setattr(sft, "read_demonstrations", lambda *_: pytest.fail("demonstrations were read"))
     config.sft = dataclasses.replace(config.sft, lora=LoRAConfig(rank=4, targets=["nothing"]))
     with pytest.raises(ConfigError, match="^sft.lora.targets: 'nothing' fits nothing"):
         run_sft(config, ["chat"], tmp_path / "v")
     config.sft_domains["chat"] = config.sft  # a domain's own section is the one that is named
     with pytest.raises(ConfigError, match="^sft_domains.chat.lora.targets: 'nothing' fits nothing"):
         run_sft(config, ["chat"], tmp_path / "w")
+    config.sft_domains["chat"] = dataclasses.replace(config.sft, lora=LoRAConfig(rank=4, dropout=0.1))
+    with pytest.raises(ConfigError, match="^sft_domains.chat.lora.dropout: 0.1 cannot be had"):
+        run_sft(config, ["chat"], tmp_path / "w")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama", "mixtral", "deepseek_v3"])
+def test_a_models_config_tells_what_can_be_adapted(family, tmp_path):
+    model = make_model(family)
+    model.config.save_pretrained(tmp_path)
+    there = sorted({name.split(".")[-1] for name, kind in adaptable(model).items() if kind == "linear"})
+    check_targets(tmp_path, LoRAConfig(rank=2, targets=there))
+    with pytest.raises(ConfigError, match="'gate' is the router" if "moe" in family else "'gate' "):
+        check_targets(tmp_path, LoRAConfig(rank=2, targets=["gate"]))

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mopd.sampling.balance import FAILURES_ALLOWED, LONGEST_PAUSE, SILENCE, Balance
 from teachers.scoring import vllm_http as wire
-from teachers.scoring.balance import FAILURES_ALLOWED, LONGEST_PAUSE, SILENCE, Balance
 from teachers.scoring.prompts import Prompt, answers_of, checked, prompts_of
 from teachers.scoring.requests import ScoreRequest
 

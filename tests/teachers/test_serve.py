@@ -6,6 +6,8 @@ import importlib.util
 import os
 import socket
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -101,7 +103,7 @@ def test_a_key_that_is_not_set_is_found_before_a_model_is_loaded(pretend_vllm, m
 
 
 def test_the_users_own_settings_of_vllm_win(monkeypatch):
-    monkeypatch.setattr(serve, "vllm_runs_on_cpu", lambda: True)
+    monkeypatch.setattr("mopd.sampling.vllm_presence.vllm_runs_on_cpu", lambda: True)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
     found = os.environ | serve.vllm_environment(2)
@@ -157,3 +159,26 @@ def test_stopping_ends_a_process_that_does_not_listen_and_its_children(tmp_path,
     assert len(serve.group_members(process.pid)) >= 2
     serve.stop(process)
     assert serve.group_members(process.pid) == []
+
+
+def test_a_server_that_still_loads_is_ended_at_once_with_all_that_it_left(tmp_path, monkeypatch, pretend_vllm):
+    """A real process with shared memory that does not listen to SIGTERM stands for vLLM while it loads a model."""
+    code = ("import signal, time; from multiprocessing import shared_memory; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+            "made = shared_memory.SharedMemory(create=True, size=64); print(made.name, flush=True); time.sleep(100)")
+    monkeypatch.setattr(serve, "command", lambda options, on_cpu: [sys.executable, "-c", code])
+    log, began = tmp_path / "log", []
+
+    def interrupted(url):
+        if log.read_text():
+            began.append(time.monotonic())
+            raise KeyboardInterrupt
+        return False
+
+    monkeypatch.setattr(serve, "answers", interrupted)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with pytest.raises(KeyboardInterrupt), serve.running(serve.ServeOptions("folder", "name", port=port), log=log):
+        raise AssertionError("it does not answer")
+    assert time.monotonic() - began[0] < 6
+    assert not (Path("/dev/shm") / log.read_text().split()[0].strip("/")).exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from mopd.encoding import decode, encode
 from mopd.learner.packing import pack
+from mopd.learner.scores import what_to_ask
 from mopd.losses.candidates import CandidateSets
 from mopd.rows import STREAMS
 from teachers.scoring import HFTeacher, MixtureScorer, TeacherScorer, wanted
@@ -270,8 +272,12 @@ def test_requests_say_what_is_wrong_with_them():
                         ({"temperature": 0.0}, "positive"), ({"candidates": (None,)}, "1 sets of candidates for 3")]:
         with pytest.raises(ValueError, match=words):
             ScoreRequest(tokens, 2, 5, **more)
-    with pytest.raises(ValueError, match="gives .*sampled.*, not 'top_k'"):
+    with pytest.raises(ValueError, match="k=0 does not fit what='top_k'"):
         remote()(batches(rows_of())[0], need="top_k")
+    far = remote()
+    far.gives = frozenset({"sampled"})
+    with pytest.raises(ValueError, match="gives sampled, not 'top_k'"):
+        far(batches(rows_of())[0], need="top_k", k=2)
     keys = {ScoreRequest(tokens, 2, 5, **more).key() for more in (
         {}, {"temperature": 0.5}, {"what": "full"}, {"what": "top_k", "k": 2}, {"what": "top_k", "k": 3},
         {"candidates": (None, None, np.array([4]))}, {"candidates": (None, np.array([4]), None)})}
@@ -287,6 +293,67 @@ def test_top_k_answers_are_checked_too():
     narrow = ScoreAnswer("t", good.logprob, good.top_ids[:, :2], good.top_logprob[:, :2])
     for answer in (bare, narrow):
         assert checked(request, answer, "t").missing == {"likeliest ids malformed": 3}
+
+
+def of_top(good, **changes) -> ScoreAnswer:
+    """A good answer with rows of its likeliest ids replaced: {row: (ids, log-probabilities)}."""
+    ids, values = good.top_ids.copy(), good.top_logprob.copy()
+    for row, (new_ids, new_values) in changes.pop("rows", {}).items():
+        ids[row], values[row] = new_ids, new_values
+    return dataclasses.replace(good, top_ids=ids, top_logprob=values, **changes)
+
+
+def test_likeliest_ids_that_cannot_be_those_of_a_distribution_lose_their_token():
+    request = ScoreRequest(np.array([3, 4, 5, 6, 7, 8], np.uint32), 2, 6, what="top_k", k=3)
+    (good,) = faults.backend().score([request])
+    ids, values = good.top_ids, good.top_logprob
+    for rows, reason in (
+            ({1: ([ids[1, 0]] * 3, values[1])}, "likeliest ids malformed"),
+            ({1: ([-1, *ids[1, 1:]], values[1])}, "likeliest ids malformed"),
+            ({1: (ids[1], [-0.1, -0.1, -0.1])}, "likeliest ids malformed"),  # of more mass than 1
+            ({1: (ids[1], good.logprob[1] - np.array([0.1, 0.2, 0.3]))}, "likeliest ids malformed"),  # the token is likelier
+            ({1: ([6, *ids[1, 1:]], good.logprob[1] + np.array([0.5, 0, 0]))}, "likeliest ids malformed"),  # of two scores
+            ({1: (ids[1], [values[1, 0], np.nan, values[1, 2]])}, "not finite")):
+        found = checked(request, of_top(good, rows=rows), "t")
+        assert found.missing == {reason: 1} and unscored(found).tolist() == [False, True, False, False], rows
+        assert np.isnan(found.top_logprob[1]).all() and faulty(found) == 1
+        mended = merged(found, checked(request, good, "t"))
+        assert not mended.missing and np.array_equal(mended.top_logprob, values) and np.array_equal(mended.top_ids, ids)
+    ruled_out = good.logprob.copy()
+    ruled_out[2] = -np.inf
+    kept = values[2].copy()
+    kept[2] = -np.inf
+    found = checked(request, of_top(good, logprob=ruled_out, rows={2: ([50, 51, 52], kept)}), "t")
+    assert not found.missing and not unscored(found).any() and np.isnan(found.logprob[2]), "its likeliest ids are an answer"
+    lost = good.logprob.copy()
+    lost[0] = np.nan
+    assert unscored(checked(request, of_top(good, logprob=lost), "t")).tolist() == [True, False, False, False]
+
+
+def test_the_likeliest_ids_are_those_of_the_same_model_in_process():
+    direct, planted = HFTeacher(make_model("qwen3_moe"), teacher="t"), faults.Planted(faults.backend())
+    planted.gives = frozenset({"sampled", "top_k"})  # as a server
+    far = remote(planted)
+    assert what_to_ask(far.gives, "full", 4) == ("top_k", 4) and what_to_ask(direct.gives, "full", 4) == ("hidden", 0)
+    assert what_to_ask(far.gives, "sampled", 0) == ("sampled", 0) and what_to_ask(far.gives, "full", 0) == ("full", 0)
+    rows = rows_of(4)
+    scoring = Scoring({"game": far, "science": far}, need="full", top_k=4, temperature=1.0)
+    scoring.settle(rows)
+    calls = len(planted.asked)
+    for batch in batches(rows):
+        ours, theirs = far(batch, need="top_k", k=4), direct(batch, need="full")
+        best = torch.log_softmax(theirs.logits, -1).topk(4, dim=-1)
+        torch.testing.assert_close(ours.top_logprob, best.values, atol=1e-5, rtol=0)
+        assert torch.equal(ours.top_ids, best.indices) and ours.scored().all()
+        torch.testing.assert_close(ours.logprob, theirs.logprob, atol=1e-5, rtol=0)
+    assert len(planted.asked) == calls, "all of it was asked for as the step settled"
+
+    def bare(request, answer, number):
+        return dataclasses.replace(answer, top_ids=None, top_logprob=None)
+
+    worse = faults.Planted(faults.backend(), bare)
+    found = remote(worse, again=0)(batch, need="top_k", k=4)
+    assert not found.scored().any() and found.missing == {"likeliest ids malformed": batch.loss_tokens}
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=4))
@@ -332,20 +399,23 @@ class TwoRanks:
         return work()
 
 
-def test_ranks_share_the_scores_that_each_began():
+@pytest.mark.parametrize("need,top_k", [("sampled", 0), ("full", 3)])
+def test_ranks_share_the_scores_that_each_began(need, top_k):
     rows = rows_of(9, 8)
     meeting, board, backends, done = threading.Barrier(2), [None, None], [], []
 
     def rank(number: int) -> None:
         planted = faults.Planted(faults.backend())
+        planted.gives = frozenset({"sampled", "top_k"})
         far = remote(planted)
         backends.append(planted)
-        scoring = Scoring({"game": far, "science": far}, need="sampled", temperature=1.0)
+        scoring = Scoring({"game": far, "science": far}, need=need, top_k=top_k, temperature=1.0)
         for row in rows[number::2]:
             scoring.expect([row])
         scoring.settle(rows, TwoRanks(number, meeting, board))
         # What a rank trains on is not what it sampled.
-        done.append([far(batch, need="sampled").scored().all() for batch in batches(rows[1 - number::2])])
+        asked = {"need": "top_k", "k": top_k} if top_k else {"need": need}
+        done.append([far(batch, **asked).scored().all() for batch in batches(rows[1 - number::2])])
         far.close()
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
