@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from mopd.config import Config, learner_config, load_config
+from mopd.config import Config, load_config
+from mopd.learner.checkpoint import best as best_checkpoint
 from mopd.learner.checkpoint import checkpoint_record, checkpoints, damage, load_checkpoint
 from mopd.learner.engine import Learner
 from mopd.learner.model import ModelMismatch, load_model, parameter_average, save_model
@@ -23,6 +24,7 @@ from mopd.learner.moe import router_hash
 from mopd.learner.probe import LIMIT, LOW_PRECISION_LIMIT, learner_logprobs
 from mopd.learner.weights import named_weights
 from mopd.ranks import Ranks
+from mopd.relayout import saved_learner
 from mopd.sampling.hf import HFEngine
 from mopd.sampling.rendering import load_tokenizer
 
@@ -53,12 +55,17 @@ def student_folder(run: Path) -> Path:
     raise ExportError(f"{run} has {len(found)} students; name one of {', '.join(map(str, found))}")
 
 
-def source(student: Path, step: int | None) -> tuple[int, Path]:
-    """(steps made, folder) of what an export takes: the checkpoint of `step`; without one the finished student, else the
-    newest sound checkpoint. Raises ExportError naming the steps that there are."""
+def source(student: Path, step: int | None, *, best: bool = False) -> tuple[int, Path]:
+    """(steps made, folder) of what an export takes: the checkpoint of `step`, or the `best` one by `train.keep_best`; without
+    either the finished student, else the newest sound checkpoint. Raises ExportError naming the steps that there are."""
     kept: dict[int, Path] = {}
     for own in sorted((student / "checkpoints").glob("[!.]*"), key=lambda path: path.stat().st_mtime):
         kept.update(checkpoints(own))  # of two configurations' the newer
+        if best and (found := best_checkpoint(own)):
+            step = int(found.name.removeprefix("step-"))
+    if best and step is None:
+        raise ExportError(f"{student} has no checkpoint with a score: train.keep_best names the metric by which a run keeps "
+                          "its best one")
     finished = student / "model"
     if (finished / "config.json").is_file():
         steps = _finished_steps(finished)
@@ -82,14 +89,16 @@ def ranks_of(folder: Path) -> int:
     return int(checkpoint_record(folder)["world_size"]) if folder.name.startswith("step-") else 1
 
 
-def export_student(student: Path, step: int | None, out: Path, *, shard_size: str = SHARD_SIZE) -> dict[str, Any]:
-    """Write the student of `source(student, step)` to `out`; returns {"out", "step", "files", "largest_difference"}, the last
-    in nats over a few texts. From a checkpoint of N ranks, each of N processes must call it (`ranks_of`).
+def export_student(student: Path, step: int | None, out: Path, *, best: bool = False,
+                   shard_size: str = SHARD_SIZE) -> dict[str, Any]:
+    """Write the student of `source(student, step, best=best)` to `out`; returns {"out", "step", "files",
+    "largest_difference"}, the last in nats over a few texts. From a checkpoint of N ranks, each of N processes must call it
+    (`ranks_of`).
 
     Raises ExportError and ExportDiffers, and what reading models and checkpoints raises.
     """
     check_target(out, shard_size)
-    steps, folder = source(student, step)
+    steps, folder = source(student, step, best=best)
     config = load_config(student / "config.json", plays=False)
     manifest = {"steps": steps, "exported_from": folder.name} | _manifest(student)
     if ranks_of(folder) == 1 and not folder.name.startswith("step-"):
@@ -99,10 +108,7 @@ def export_student(student: Path, step: int | None, out: Path, *, shard_size: st
                                         trust_remote_code=config.student.trust_remote_code)
     ranks = Ranks.start(timeout=config.train.ranks_timeout)
     with ranks.reporting():
-        learner = Learner(load_model(config.student.model, attention=config.student.attention,
-                                     trust_remote_code=config.student.trust_remote_code),
-                          config=learner_config(config.train.optimizer, config, prefix_gradient=config.train.prefix_gradient),
-                          total_steps=config.train.steps)
+        learner = saved_learner(config, checkpoint_record(folder))
         load_checkpoint(learner, folder)
         model = learner.model if learner.whole else whole_student(config, learner, ranks)
         tokenizer = load_tokenizer(config.student.model, trust_remote_code=config.student.trust_remote_code)

@@ -1,12 +1,13 @@
 """Kill a training run at random instants and go on, again and again; then look whether it is the uninterrupted run.
 
-    OMP_NUM_THREADS=1 python scripts/kill_train.py --rounds 8 --seed 0 [--folder FOLDER] [--markdown]
+    OMP_NUM_THREADS=1 python scripts/kill_train.py --rounds 50 --seed 0 [--minutes 30] [--folder FOLDER] [--markdown]
 
 Trains the tests' tiny recipe once without a kill. Then each round starts the same command, kills it with SIGKILL (in every
 second round while it writes a checkpoint, else at a random time after its start) and notes what lay on the disk. A run that
 ended before it could be killed is compared and begun anew. At the end the last run is led to its end and compared too: every
 step once in metrics.jsonl, every number of every step equal to the bit (but for clocks), all weights equal. Prints a table
-(--markdown: for documents) and a summary; exit status 1 where anything differs. Minutes on two cores.
+(--markdown: for documents) and a summary; exit status 1 where anything differs. About half a minute a round on two cores;
+after --minutes no further round begins.
 """
 
 from __future__ import annotations
@@ -114,16 +115,18 @@ def compare(first: Path, second: Path) -> None:
 
 
 def rounds(tiny: TinyRun, folder: Path, *, number: int, seed: int, changes: list[str], say=print,
-           uninterrupted: tuple[Path, float] | None = None) -> dict:
+           uninterrupted: tuple[Path, float] | None = None, minutes: float = float("inf")) -> dict:
     """All of it, with the recipe's `changes`; `uninterrupted` is a run that was not killed and its wall seconds, if it was
-    made already. Returns {"rounds": [of round_of], "runs": finished and compared}. Raises Lost."""
+    made already; no round begins after `minutes`. Returns {"rounds": [of round_of], "runs": finished and compared}. Raises
+    Lost."""
     draws = random.Random(seed)
     whole, seconds = uninterrupted or (folder / "straight", straight(tiny, folder / "straight", changes))
     say(f"the uninterrupted run: {seconds:.0f} s")
     done: list[dict] = []
     runs = 0
     run = folder / "run-0"
-    while len(done) < number:
+    until = time.monotonic() + 60 * minutes
+    while len(done) < number and time.monotonic() < until:
         found = round_of(tiny, run, changes, draws, seconds, saving=len(done) % 2 == 1)
         if found["killed"]:
             done.append(found)
@@ -154,6 +157,7 @@ def table(result: dict) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="where the runs are kept; by default a temporary folder")
@@ -165,7 +169,7 @@ def main() -> int:
         tiny = make_tiny_run(folder / "tiny")
         try:
             result = rounds(tiny, folder, number=options.rounds, seed=options.seed,
-                            changes=[*CHANGES, f"train.steps={options.steps}"],
+                            changes=[*CHANGES, f"train.steps={options.steps}"], minutes=options.minutes,
                             say=lambda text: print(text, file=sys.stderr, flush=True))
         except Lost as lost:
             print(f"FAILED: {lost}")

@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from mopd.learner.packing import MicroBatch
+from mopd.learner.routing import follow
 
 SDPA, EAGER = "mopd_packed_sdpa", "mopd_packed_eager"
 _MINE = {"sdpa": SDPA, "eager": EAGER}
@@ -34,18 +35,21 @@ class Packed:
     causal   these columns may be computed by a causal kernel without a mask (no sliding window cuts into them)
     keep     layer number -> (keys, values) [B, Hk, P, D], to be filled: the pass over the prefix
     prefix   the same, to be read: the pass over what branches off
+    routes   int16 [N, L, k], experts to be replayed for the N tokens of the pass (mopd.learner.routing); None: none
     """
 
     trunk: int = 0
     causal: bool = True
     keep: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
     prefix: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
+    routes: torch.Tensor | None = None
 
 
 def packed_attention(module: nn.Module, query, key, value, attention_mask, *, packed: Packed | None = None, **options):
     """An attention function of Transformers' registry: query [B, H, Q, D], key and value [B, Hk, K, D], mask
     [B, 1, Q, K] or None -> [B, Q, H, D] and None. Without `packed` the plain function of the family."""
     inner = _sdpa if module.config._attn_implementation == SDPA else _eager
+    follow(None if packed is None else packed.routes)
     if packed is None:
         return inner(module, query, key, value, attention_mask, **options)
     if packed.keep is not None:

@@ -1,4 +1,4 @@
-"""Evaluations of a run while it trains: which was the best, its weights, and when to stop.
+"""What was best in a run while it trains: evaluations with their weights, or a smoothed metric of its steps.
 
 The weights of the best evaluation lie in one safetensors file (only what trains), the history goes into the run's
 checkpoints, so that a run that was killed goes on with the same history.
@@ -7,6 +7,7 @@ checkpoints, so that a run that was killed goes on with the same history.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -110,3 +111,50 @@ class Evaluations:
 
     def _file(self, step: int) -> Path:
         return self.folder / f"step-{step}.safetensors"
+
+
+RUN_SCORES = ("reverse_kl", "success", "reward")
+_SMOOTHING = 0.9  # weight of the past per step: about ten steps' mean
+
+
+class RunScore:
+    """How good a run is while it trains, for `train.keep_best`: a metric of each domain smoothed over the steps that have it,
+    and the plain mean over domains, so that shares which change move nothing.
+
+    name  one of RUN_SCORES, of what the student itself sampled: the reverse KL to the teacher (the lower the better), success
+          share, score; empty: nothing is observed
+    """
+
+    def __init__(self, name: str):
+        if name and name not in RUN_SCORES:
+            raise ValueError(f"a run's score is one of {', '.join(RUN_SCORES)}, got {name!r}")
+        self.name = name
+        self._means: dict[str, list[float]] = {}  # domain -> [smoothed sum, smoothed count]
+
+    def observe(self, record: dict[str, Any]) -> None:
+        """Take in a step's record (mopd.run_records.step_record)."""
+        if not self.name:
+            return
+        for domain, numbers in record["domains"].items():
+            keys = ("reverse_kl_exact", "reverse_kl_k3") if self.name == "reverse_kl" else (self.name,)
+            value = next((numbers[key] for key in keys if numbers.get(key) is not None), None)
+            if value is None or not math.isfinite(value):
+                continue
+            total, count = self._means.get(domain, [0.0, 0.0])
+            self._means[domain] = [_SMOOTHING * total + value, _SMOOTHING * count + 1.0]
+
+    @property
+    def score(self) -> float | None:
+        """The higher the better; None before anything was observed."""
+        if not self._means:
+            return None
+        mean = sum(total / count for total, count in self._means.values()) / len(self._means)
+        return -mean if self.name == "reverse_kl" else mean
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "means": self._means}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Another metric's state, or none, is left alone: the smoothing then begins here."""
+        if state.get("name") == self.name:
+            self._means = {domain: list(pair) for domain, pair in state["means"].items()}

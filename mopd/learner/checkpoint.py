@@ -1,4 +1,4 @@
-"""Checkpoints that are there whole or not at all: written aside, published by one rename, the last few kept.
+"""Checkpoints that are there whole or not at all: written aside, published by one rename, the last few and the best kept.
 
 A checkpoint folder `step-N` holds DeepSpeed's engine state (weights, optimizer) and state.json: the caller's state, with
 the size and SHA-256 of every file. Names that begin with a dot are never loaded: what a killed writer left, what is being
@@ -8,23 +8,30 @@ loaded from such a folder. Weights for others leave through `mopd.export_model`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mopd.learner.background import HostCopies, Saving, copying
 from mopd.learner.engine import Learner
 from mopd.learner.model import publish, writing
-from mopd.ranks import Ranks, digest
+from mopd.learner.portable import load_portable
+from mopd.ranks import Ranks, digest, exchange
 
 STATE = "state.json"
 TAG = "engine"
 DIGESTS = "digests-of-rank-"
+GRACE_S = 20.0  # that a process which ends gives other ranks to write their part
 FINISHED = ".finished"
 # in a folder of checkpoints: its run is over, and only milestones are left
 CUT = ".cut-"
@@ -110,10 +117,17 @@ def own_folder(folder: str | Path, identity: Any, *, resume: bool = True) -> Pat
 
 
 def save_checkpoint(learner: Learner, folder: str | Path, state: dict[str, Any], *, keep: int = 2,
-                    keep_every: int = 0) -> Path:
+                    keep_every: int = 0, score: float | None = None, background: bool = False) -> Path:
     """Save the learner after its current step together with `state` (JSON values); every rank must call it, and all
-    ranks must see one file system. When the new one is published, the last `keep` and those whose step is a multiple of
-    `keep_every` (0: none) stay; older ones go, and so do those of later steps, which belong to a future that was left."""
+    ranks must see one file system. When the new one is published, the last `keep`, those whose step is a multiple of
+    `keep_every` (0: none) and the one with the highest `score` stay; others go, and so do those of later steps, which
+    belong to a future that was left.
+
+    background  return as soon as everything is copied to the host's memory; it is written meanwhile, and published when all
+                ranks have. The next save waits for it, as `finish_saving` does
+    """
+    finish_saving(learner)
+    began = time.perf_counter()
     learner.check_routers()
     folder = Path(folder)
     path = folder / f"step-{learner.step}"
@@ -124,47 +138,139 @@ def save_checkpoint(learner: Learner, folder: str | Path, state: dict[str, Any],
             shutil.rmtree(half)
         aside.mkdir()
     torch.distributed.barrier()
+    record = {"step": learner.step, "world_size": learner.world_size, "zero_stage": learner.config.zero_stage,
+              "dtype": learner.config.dtype, "autoep_size": learner.config.autoep_size,
+              "autoep_preset": learner.config.autoep_preset,
+              "router_hash": learner.router_hash, "score": score, "caller": state}
+    record = json.loads(json.dumps(record))  # the very values that a reader gets, for their digest
+    rank, size = learner.rank, learner.world_size
+
+    def publishing() -> None:
+        if rank == 0:
+            _publish(aside, path, record)
+            _tidy(folder, record["step"], keep, keep_every)
+
+    if background:
+        with copying(learner.engine) as copies:
+            learner.engine.save_checkpoint(str(aside), tag=TAG, save_latest=False)
+        learner.saving = Saving(lambda give_up: _write_copies(copies, aside, rank, size, publishing, give_up), began=began)
+        return path
     with writing(aside):
         learner.engine.save_checkpoint(str(aside), tag=TAG, save_latest=False)
     torch.distributed.barrier()
-    _write_digests(aside, learner.rank, learner.world_size)
+    files = sorted(file for file in aside.rglob("*") if file.is_file() and not file.name.startswith(DIGESTS))
+    _write_digests(aside, rank, files[rank::size])
     torch.distributed.barrier()
-    if learner.rank == 0:
-        record = {"step": learner.step, "world_size": learner.world_size, "zero_stage": learner.config.zero_stage,
-                  "dtype": learner.config.dtype, "autoep_size": learner.config.autoep_size,
-                  "router_hash": learner.router_hash, "caller": state, "files": _read_digests(aside)}
-        record = json.loads(json.dumps(record))  # the very values that a reader gets, for their digest
-        (aside / STATE).write_text(json.dumps(record | {"digest": digest(record)}, indent=1, sort_keys=True) + "\n")
-        publish(aside, path)
-        _tidy(folder, learner.step, keep, keep_every)
+    publishing()
     torch.distributed.barrier()
+    learner.saving = None
+    learner.saving_seconds = time.perf_counter() - began
     return path
 
 
-def _write_digests(aside: Path, rank: int, size: int) -> None:
-    """Bring this rank's part of the files to the disk and note their sizes and SHA-256."""
-    files = sorted(file for file in aside.rglob("*") if file.is_file() and not file.name.startswith(DIGESTS))
+def finish_saving(learner: Learner) -> None:
+    """Wait until a checkpoint that is being written in the background is there; every rank must call it. Raises what went
+    wrong, on the other ranks a CheckpointError with its words."""
+    if (saving := learner.saving) is None:
+        return
+    for waits in (learner.rank > 0, learner.rank == 0):  # rank 0's thread waits for the others' parts
+        error = saving.wait() if waits else None
+        said = exchange("" if error is None else f"{type(error).__name__}: {error}", learner.world_size,
+                        device=learner.device)
+        if not any(said):
+            continue
+        saving.give_up.set()
+        saving.wait()
+        learner.saving = None
+        if error is not None:
+            raise error
+        rank, words = next((rank, words) for rank, words in enumerate(said) if words)
+        raise CheckpointError(f"rank {rank} could not write its part of the last checkpoint, so it is not there: {words}")
+    learner.saving, learner.saving_seconds = None, saving.seconds
+
+
+def settle_saving(learner: Learner) -> None:
+    """An error ends the run: a checkpoint that is being written is written to its end, without a word to the other ranks;
+    their parts are waited for only shortly, since what ended this rank may have ended them."""
+    if (saving := learner.saving) is not None:
+        saving.wait(None if learner.world_size == 1 else GRACE_S)
+        saving.give_up.set()
+        saving.wait()
+
+
+def _write_copies(copies: HostCopies, aside: Path, rank: int, size: int, publishing: Callable[[], None],
+                  give_up: threading.Event) -> None:
+    """Write what was copied, say so to rank 0, and there publish when all ranks have; no collectives, since the training has
+    its own under way."""
+    with writing(aside, remove=size == 1):
+        paths = []
+        while copies.files:
+            state, path = copies.files.pop()
+            copies.inner.save(state, path)
+            paths.append(Path(path))
+            del state
+        _write_digests(aside, rank, paths)
+        if rank == 0:
+            _wait_for(aside, size, give_up)
+            known = {name for part in aside.glob(f"{DIGESTS}*") for name in json.loads(part.read_text())}
+            rest = [file for file in aside.rglob("*") if file.is_file() and not file.name.startswith(DIGESTS)
+                    and str(file.relative_to(aside)) not in known]
+            _write_digests(aside, size, rest)  # what DeepSpeed writes past its checkpoint engine
+    publishing()
+
+
+def _wait_for(aside: Path, size: int, give_up: threading.Event) -> None:
+    ended = None
+    while (there := len(list(aside.glob(f"{DIGESTS}*")))) < size:
+        if give_up.is_set():
+            raise CheckpointError(f"{aside}: only {there} of {size} ranks could write their part")
+        if not threading.main_thread().is_alive():  # nobody will wait for the other ranks any more
+            ended = ended or time.monotonic()
+            if time.monotonic() - ended > GRACE_S:
+                raise CheckpointError(f"{aside}: only {there} of {size} ranks wrote their part before this process ended")
+        time.sleep(0.02)
+
+
+def _write_digests(aside: Path, number: int, files: list[Path]) -> None:
+    """Bring files to the disk and note their sizes and SHA-256 under a rank's number."""
     found = {}
-    for path in files[rank::size]:
+    for path in files:
         with open(path, "rb") as file:
             os.fsync(file.fileno())
             found[str(path.relative_to(aside))] = [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
-    (aside / f"{DIGESTS}{rank}").write_text(json.dumps(found))
+    half = aside / f".{DIGESTS}{number}"
+    half.write_text(json.dumps(found))
+    half.rename(aside / f"{DIGESTS}{number}")
 
 
-def _read_digests(aside: Path) -> dict[str, list]:
-    found: dict[str, list] = {}
-    for path in aside.glob(f"{DIGESTS}*"):
-        found |= json.loads(path.read_text())
-        path.unlink()
-    return found
+def _publish(aside: Path, path: Path, record: dict[str, Any]) -> None:
+    files: dict[str, list] = {}
+    for part in aside.glob(f"{DIGESTS}*"):
+        files |= json.loads(part.read_text())
+        part.unlink()
+    record = json.loads(json.dumps(record | {"files": files}))
+    (aside / STATE).write_text(json.dumps(record | {"digest": digest(record)}, indent=1, sort_keys=True) + "\n")
+    publish(aside, path)
+
+
+def best(folder: str | Path) -> Path | None:
+    """The complete checkpoint of `folder` with the highest score, of equals the earliest; None where none has one."""
+    found = []
+    for step, path in checkpoints(folder):
+        with contextlib.suppress(CheckpointError):  # damage is `sound`'s business
+            if (score := _record(path).get("score")) is not None:
+                found.append((score, -step, path))
+    return max(found)[2] if found else None
 
 
 def _tidy(folder: Path, step: int, keep: int, keep_every: int) -> None:
+    for number, path in checkpoints(folder):
+        if number > step:
+            remove(path)
     found = checkpoints(folder)
-    last = {number for number, _ in [one for one in found if one[0] <= step][-keep:]}
+    kept = {path for _, path in found[-keep:]} | {best(folder)}
     for number, path in found:
-        if number not in last and (number > step or not keep_every or number % keep_every):
+        if path not in kept and (not keep_every or number % keep_every):
             remove(path)
     for cut in folder.glob(f"{CUT}*"):
         shutil.rmtree(cut)
@@ -183,9 +289,10 @@ def cut_after(folder: str | Path, step: int) -> list[int]:
 
 
 def close_folder(folder: str | Path, keep_every: int) -> None:
-    """The run of these checkpoints is over: all of them go, but for the multiples of `keep_every` (0: none)."""
+    """The run of these checkpoints is over: all of them go, but for the multiples of `keep_every` (0: none) and the best."""
     folder = Path(folder)
-    kept = [number for number, _ in checkpoints(folder) if keep_every and number % keep_every == 0]
+    kept = [number for number, path in checkpoints(folder)
+            if keep_every and number % keep_every == 0 or path == best(folder)]
     if not kept:
         remove(folder)
         return
@@ -218,19 +325,33 @@ def read_state(path: str | Path) -> dict[str, Any]:
     return _record(Path(path))["caller"]
 
 
-def load_checkpoint(learner: Learner, path: str | Path) -> dict[str, Any]:
-    """Put a learner (made with the same config on the same number of ranks) where the checkpoint was; returns the
-    caller's state. Raises CheckpointError where the folder is incomplete or was written by another layout."""
+def load_checkpoint(learner: Learner, path: str | Path, *,
+                    convert: Callable[[Path], Path] | None = None) -> dict[str, Any]:
+    """Put a learner where the checkpoint was; returns the caller's state. Every rank must call it.
+
+    convert  path → the folder with its portable state (mopd.relayout), for a checkpoint of another number of ranks, ZeRO
+             stage or spread of experts; following steps then differ from those of the saved layout by rounding
+    Raises CheckpointError where the folder is incomplete, of another dtype or, without `convert`, of another layout.
+    """
     path = Path(path)
     record = _record(path)
-    for key, here in (("world_size", learner.world_size), ("zero_stage", learner.config.zero_stage),
-                      ("dtype", learner.config.dtype), ("autoep_size", learner.config.autoep_size)):
-        if record.get(key, 0) != here:
-            raise CheckpointError(f"{path} was written with {key} {record.get(key, 0)}, this run has {here}; "
-                                  f"resume with {key} {record.get(key, 0)} or start from an exported model folder")
-    loaded, _ = learner.engine.load_checkpoint(str(path), tag=TAG, load_lr_scheduler_states=False)
-    if loaded is None:
-        raise CheckpointError(f"DeepSpeed could not load its state from {path}")
+    here = {"world_size": learner.world_size, "zero_stage": learner.config.zero_stage,
+            "autoep_size": learner.config.autoep_size, "dtype": learner.config.dtype}
+    other = {key: record.get(key, 0) for key, value in here.items() if record.get(key, 0) != value}
+    if other and (convert is None or "dtype" in other):
+        key, there = next(reversed(other.items()))
+        raise CheckpointError(f"{path} was written with {key} {there}, this run has {here[key]}; "
+                              f"resume with {key} {there} or start from an exported model folder")
+    if other:
+        if learner.rank == 0:
+            print(f"{path.name} was written with " + ", ".join(f"{key} {value}" for key, value in other.items()) +
+                  ", this run has " + ", ".join(f"{key} {here[key]}" for key in other) +
+                  ": its state is put together by name, and following steps differ by rounding", file=sys.stderr)
+        load_portable(learner, convert(path))
+    else:
+        loaded, _ = learner.engine.load_checkpoint(str(path), tag=TAG, load_lr_scheduler_states=False)
+        if loaded is None:
+            raise CheckpointError(f"DeepSpeed could not load its state from {path}")
     learner.step = int(record["step"])
     if record["router_hash"]:
         learner.router_hash = record["router_hash"]
@@ -247,18 +368,19 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 class Checkpoints:
-    """The checkpoints of one run in one folder: the last `keep` and those of every `keep_every`-th step (0: none)."""
+    """The checkpoints of one run in one folder: the last `keep`, those of every `keep_every`-th step (0: none), the best."""
 
-    def __init__(self, folder: str | Path, *, keep: int = 2, keep_every: int = 0):
+    def __init__(self, folder: str | Path, *, keep: int = 2, keep_every: int = 0, background: bool = False):
         if keep < 1 or keep_every < 0:
             raise ValueError(f"keep must be at least 1 and keep_every not negative, got {keep} and {keep_every}")
-        self.folder, self.keep, self.keep_every = Path(folder), keep, keep_every
+        self.folder, self.keep, self.keep_every, self.background = Path(folder), keep, keep_every, background
 
-    def save(self, learner: Learner, step: int, state: dict[str, Any]) -> Path:
+    def save(self, learner: Learner, step: int, state: dict[str, Any], *, score: float | None = None) -> Path:
         """Save after `step` steps; raises ValueError where the learner has made another number of them."""
         if step != learner.step:
             raise ValueError(f"checkpoint for step {step}, but the learner has made {learner.step} steps")
-        return save_checkpoint(learner, self.folder, state, keep=self.keep, keep_every=self.keep_every)
+        return save_checkpoint(learner, self.folder, state, keep=self.keep, keep_every=self.keep_every, score=score,
+                               background=self.background)
 
     def load(self, learner: Learner) -> tuple[int, dict[str, Any]] | None:
         """Go on from the newest sound checkpoint: (steps made, caller's state), or None where there is none."""

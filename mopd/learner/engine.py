@@ -18,17 +18,23 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from mopd.learner.experts import SpreadExperts
 from mopd.learner.forward import LossFunction, PackedLM
+from mopd.learner.imbalance import LoadGuard, SplitCounts, unless
 from mopd.learner.moe import ExpertLoadCounter, freeze_routers, gathered, router_hash
 from mopd.learner.packing import PREFIX_GRADIENTS, MicroBatch, empty_micro_batch
 from mopd.learner.raw_keys import unread_keys
+from mopd.learner.router_drift import Drift, RouterDrift
+from mopd.learner.routing import Replayed, RoutingReplay, gate_rules
 from mopd.losses.chunked import CHUNK_BYTES
+
+if TYPE_CHECKING:
+    from mopd.learner.background import Saving
 
 SCHEDULES = ("constant", "cosine", "linear")
 # keys of DeepSpeed's own config that the learner sets, and what of ours sets them; another value would be at odds with it
@@ -54,7 +60,12 @@ class LearnerConfig:
     autoep_size         ranks over which DeepSpeed's AutoEP spreads the experts of every MoE layer (a divisor of the number
                         of ranks and of the number of experts); 0: every rank has all experts
     autoep_preset       how AutoEP finds the model's MoE layers; empty: by the model's type
+    split_on_imbalance  token copies that one expert-parallel rank may get in a layer of one pass; a micro-batch with more is
+                        halved (see mopd.learner.imbalance); 0: never
+    offload_optimizer   optimizer states and master weights in the host's memory, where the update runs (zero_stage 1-3)
+    offload_parameters  the weights too; each module's come to the device for its pass (zero_stage 3)
     prefix_gradient     full, or none: what fresh turns branch off is computed without a graph (see mopd.learner.packing)
+    routing_replay      tokens go to the experts that their rows name (see mopd.learner.routing)
     logits_mib          memory in MiB for the logits of both models and what is made of them; sets how many loss tokens
                         a chunk has
     shm_build           let DeepSpeed compile its shared-memory collectives on CPU (1.5-2 minutes, needs a compiler)
@@ -77,7 +88,11 @@ class LearnerConfig:
     gradient_checkpointing: bool = False
     autoep_size: int = 0
     autoep_preset: str = ""
+    split_on_imbalance: int = 0
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
     prefix_gradient: str = "full"
+    routing_replay: bool = False
     logits_mib: float = CHUNK_BYTES / 2**20
     seed: int = 0
     shm_build: bool = False
@@ -95,11 +110,20 @@ class LearnerConfig:
             found.append(f"autoep_size must be 0 (off) or more, got {self.autoep_size}")
         if self.autoep_size and self.zero_stage == 0:
             found.append("autoep_size needs zero_stage 1, 2 or 3")
+        if self.split_on_imbalance < 0 or self.split_on_imbalance and not self.autoep_size:
+            found.append(f"split_on_imbalance must be 0 or more and needs autoep_size, got {self.split_on_imbalance}")
+        if self.offload_optimizer and self.zero_stage == 0:
+            found.append("offload_optimizer needs zero_stage 1, 2 or 3")
+        if self.offload_parameters and self.zero_stage != 3:
+            found.append("offload_parameters needs zero_stage 3")
         if self.dtype not in ("float32", "bfloat16"):
             found.append(f"dtype must be float32 or bfloat16, got {self.dtype!r}")
         for key, value in dict(self.deepspeed).items():
             given = [key] + [f"{key}.{name}" for name in value] if isinstance(value, dict) else [key]
             found += [f"DeepSpeed's key {name} is made here; set {OWNED[name]} instead" for name in given if name in OWNED]
+        if dict(self.deepspeed).get("sequence_parallel_size", 1) != 1:
+            found.append("DeepSpeed's key sequence_parallel_size cannot be used: its Ulysses attention drops masks, and rows "
+                         "of branches are attended to by a mask alone (docs/distributed.md)")
         if self.prefix_gradient not in PREFIX_GRADIENTS:
             found.append(f"prefix_gradient must be full or none, got {self.prefix_gradient!r}")
         if self.logits_mib <= 0:
@@ -122,6 +146,9 @@ class StepReport:
     padded_tokens   tokens computed, padding included
     micro_batches   on this rank
     expert_counts   int64 [L, E] tokens per MoE layer and expert
+    splits          what split_on_imbalance did; None without it
+    replayed        tokens whose routes were replayed, by MoE layer; None without routing_replay
+    router_drift    of routers that are trained, after the update; None where they are frozen or there are none
     details         this rank's details, one dict per micro-batch, as the loss function returned them
     """
 
@@ -136,6 +163,9 @@ class StepReport:
     micro_batches: int
     expert_counts: torch.Tensor
     details: list[dict[str, torch.Tensor]]
+    splits: SplitCounts | None = None
+    replayed: Replayed | None = None
+    router_drift: Drift | None = None
 
 
 def learning_rate_at(step: int, config: LearnerConfig, total_steps: int, spent: float = 0.0) -> float:
@@ -243,9 +273,11 @@ class Learner:
         self.config, self.total_steps, self.pad_id = config, total_steps, pad_id
         self.rank, self.world_size = start_processes(shm_build=config.shm_build, log_file=config.log_file)
         self.router_names = freeze_routers(model, config.freeze_router)
+        self._drift = RouterDrift(model) if self.router_names and not config.freeze_router else None
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         deepspeed = import_deepspeed(shm_build=config.shm_build, log_file=config.log_file)
+        rules = gate_rules(model) if config.routing_replay else []
         self.experts = SpreadExperts(model, config.autoep_size) if config.autoep_size else None
         self.module = PackedLM(model, logits_bytes=int(config.logits_mib * 2**20))
         if self.experts is not None:
@@ -273,10 +305,20 @@ class Learner:
                                        ) from error
             raise DeepSpeedRefuses(f"DeepSpeed refuses its configuration, to which deepspeed.raw adds "
                                    f"{dict(config.deepspeed)}: {error}") from error
+        if config.zero_stage == 0 and config.dtype == "bfloat16":
+            self.optimizer.optimizer.state.clear()  # or that step counts, and the first updates come out a quarter too small
         self.step = 0
         self.spent = 0.0
+        self.waited = 0.0  # seconds of the last step in which this rank waited for others, where that can be told
+        # Of mopd.learner.checkpoint: a checkpoint that is being written, and what the last one took.
+        self.saving: Saving | None = None
+        self.saving_seconds = 0.0
+        # First of those that look at routers: the others are to see what is replayed.
+        self.replay = RoutingReplay(model, rules) if config.routing_replay else None
         self.expert_loads = ExpertLoadCounter(model)
-        self.router_hash = router_hash(model) if config.freeze_router else ""
+        self.guard = LoadGuard(model, config.split_on_imbalance, pad_id=pad_id, prefix_gradient=config.prefix_gradient
+                               ) if config.split_on_imbalance else None
+        self.router_hash = self._hash_routers() if config.freeze_router else ""
         self.has_dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()) or bool(
             getattr(model.config.get_text_config(), "attention_dropout", 0.0))
 
@@ -304,19 +346,36 @@ class Learner:
             "steps_per_print": sys.maxsize,
             # Stage 0 in float32 clips in the optimizer's pre-hook, where the reduced gradient's norm can be read.
             "gradient_clipping": 0.0 if self._own_clipping else config.gradient_clipping,
-            "zero_optimization": {"stage": config.zero_stage, "overlap_comm": False},
+            # DeepSpeed's own bucket, 5e8 elements whatever the model, would be most of a small model's memory.
+            "zero_optimization": {"stage": config.zero_stage, "overlap_comm": False, "reduce_bucket_size": self._bucket},
             "zero_allow_untested_optimizer": True,
             "bf16": {"enabled": config.dtype == "bfloat16"},
             "wall_clock_breakdown": False,
         }
         if self.experts is not None:
             made["expert_parallel"] = self.experts.config(config.autoep_preset, inside="model")
+        host = {"device": "cpu", "pin_memory": self._pins}
+        if config.offload_optimizer:
+            made["zero_optimization"]["offload_optimizer"] = host
+            made["zero_force_ds_cpu_optimizer"] = False  # torch's fused AdamW: no compiler, the same numbers on every device
+        if config.offload_parameters:
+            made["zero_optimization"]["offload_param"] = host
         for key, value in dict(config.deepspeed).items():
             if isinstance(value, dict) and isinstance(made.get(key), dict):
                 made[key] = {**made[key], **value}
             else:
                 made[key] = value
         return made
+
+    @property
+    def _bucket(self) -> int:
+        """Elements of the buffer in which gradients go to other ranks: all of a model's, or DeepSpeed's default."""
+        return max(1, min(500_000_000, sum(p.numel() for p in self.module.parameters() if p.requires_grad)))
+
+    @property
+    def _pins(self) -> bool:
+        """Whether memory of the host is page-locked, which copies to and from a device want."""
+        return torch.cuda.is_available()
 
     @property
     def _own_clipping(self) -> bool:
@@ -326,7 +385,8 @@ class Learner:
         config = self.config
         if self.experts is not None:
             groups = self.experts.groups(groups)
-        optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2),
+        # Every step sets the rate. At 0, because DeepSpeed's stage 0 in bfloat16 steps once on gradients of 0 to make states.
+        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(config.beta1, config.beta2),
                                       eps=config.epsilon, weight_decay=config.weight_decay, fused=True)
         if self._own_clipping:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -347,7 +407,7 @@ class Learner:
         """
         if self._broken:
             raise FloatingPointError(f"this learner ended at {self._broken}. Make a new one from a checkpoint")
-        started = time.perf_counter()
+        started, self.waited = time.perf_counter(), 0.0
         rate = learning_rate_at(self.step, self.config, self.total_steps, self.spent)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -357,19 +417,25 @@ class Learner:
         with self._seeded():
             for batch in self._agreed(micro_batches):
                 batch = batch.to(self.device)
-                with self.expert_loads.counting(*(v for v in (batch.prefix_valid, batch.valid) if v is not None)):
-                    loss, detail = self.engine(batch, loss_function)
+                if self.guard is None:
+                    loss, detail = self._forward(batch, loss_function)
+                    self._backward(loss)
+                else:
+                    loss, detail = self.guard.run(batch, lambda part, given_up: self._forward(
+                        part, unless(given_up, loss_function)), self._backward, self._uncount)
                 loss_sum += loss.detach().double()
                 details.append(detail)
-                # DeepSpeed averages over ranks; the step wants the sum.
-                self.engine.backward(loss * self.world_size if self.world_size > 1 else loss)
         counts = self.expert_loads.take().to(self.device)
+        replayed = None if self.replay is None else self.replay.take().to(self.device)
         sizes = [sum(b.tokens for b in micro_batches), sum(b.loss_tokens for b in micro_batches),
                  sum(b.padded_tokens for b in micro_batches)]
         numbers = torch.cat([loss_sum[None], torch.tensor(sizes, dtype=torch.float64, device=self.device)])
         if self.world_size > 1:
-            torch.distributed.all_reduce(numbers)
+            with self._waiting():
+                torch.distributed.all_reduce(numbers)
             torch.distributed.all_reduce(counts)
+            if replayed is not None:
+                torch.distributed.all_reduce(replayed)
         loss_value, tokens, loss_tokens, padded = numbers.tolist()
         if not math.isfinite(loss_value):
             # ZeRO 2 and 3 have the bad gradients in their buffers already, so the learner does not go on.
@@ -386,7 +452,24 @@ class Learner:
             step=self.step - 1, loss=loss_value, gradient_norm=norm, learning_rate=rate,
             seconds=time.perf_counter() - started, tokens=int(tokens), loss_tokens=int(loss_tokens),
             padded_tokens=int(padded), micro_batches=len(micro_batches), expert_counts=counts.cpu(),
-            details=details[:len(micro_batches)])
+            details=details[:len(micro_batches)], splits=self.guard and self.guard.take(),
+            replayed=None if replayed is None else Replayed(*replayed.cpu()),
+            router_drift=self._drift and self._drift.measure(self.model))
+
+    def _forward(self, batch: MicroBatch, loss_function: LossFunction) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        replaying = contextlib.nullcontext() if self.replay is None else self.replay.counting()
+        with self.expert_loads.counting(*(v for v in (batch.prefix_valid, batch.valid) if v is not None)), replaying:
+            return self.engine(batch, loss_function)
+
+    def _uncount(self) -> None:
+        """The last forward pass was thrown away."""
+        self.expert_loads.undo()
+        if self.replay is not None:
+            self.replay.undo()
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        # DeepSpeed averages over ranks; the step wants the sum.
+        self.engine.backward(loss * self.world_size if self.world_size > 1 else loss)
 
     @torch.no_grad()
     def forward_only(self, micro_batches: Sequence[MicroBatch], function) -> list[Any]:
@@ -406,10 +489,21 @@ class Learner:
         """The rank's micro-batches, filled up with empty ones to the largest number of any rank."""
         count = torch.tensor([len(micro_batches)], device=self.device)
         if self.world_size > 1:
-            torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX)
+            with self._waiting():
+                torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX)
         yield from micro_batches
         for _ in range(max(1, int(count)) - len(micro_batches)):
             yield empty_micro_batch(self.pad_id, self.config.prefix_gradient)
+
+    @contextlib.contextmanager
+    def _waiting(self):
+        """Around a collective before which a rank has no work left: its seconds are a wait for the slowest rank."""
+        wait = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
+        wait()
+        began = time.perf_counter()
+        yield
+        wait()
+        self.waited += time.perf_counter() - began
 
     @contextlib.contextmanager
     def _seeded(self):
@@ -425,15 +519,24 @@ class Learner:
         """Count a step without an update: a batch of which nothing was left. Every rank must call it."""
         self.step += 1
 
+    def _hash_routers(self) -> str:
+        return router_hash(self.model, self.experts and self.experts.router_name)
+
     def check_routers(self) -> None:
         """Raise RuntimeError when a frozen router is not what it was at the start."""
-        if self.config.freeze_router and self.router_names and router_hash(self.model) != self.router_hash:
+        if self.config.freeze_router and self.router_names and self._hash_routers() != self.router_hash:
             raise RuntimeError("a frozen router changed during training; look at the optimizer's groups")
 
     def close(self) -> None:
         """Take hooks off and give DeepSpeed's buffers back; the model keeps its trained weights, whole on every rank
         (also under ZeRO-3, so every rank must call it and have room for them)."""
+        if self.saving is not None:
+            self.saving.wait()
         self.expert_loads.close()
+        if self.replay is not None:
+            self.replay.close()
+        if self.guard is not None:
+            self.guard.close()
         whole = {}
         for parameter in self.module.parameters():
             # The weights are views of DeepSpeed's flat buffers (or split): take a copy before those go.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,6 +29,15 @@ class Block:
     experts: str
     router_parameters: tuple[str, ...]
     rows_first: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A parameter, the name of the whole tensor that it is (a part) of, and `take`: whole tensor → this parameter's."""
+
+    parameter: nn.Parameter
+    name: str
+    take: Callable[[torch.Tensor], torch.Tensor]
 
 
 class CannotSpread(ValueError):
@@ -87,24 +96,46 @@ class SpreadExperts:
         named = [{**group, "name": f"part {number}"} for number, group in enumerate(groups)]
         return [group for group in split_params_into_different_moe_groups_for_optimizer(named) if group["params"]]
 
-    def named_weights(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_weights(self, model: nn.Module, take: Callable[[nn.Parameter], torch.Tensor] | None = None
+                      ) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, whole tensor) of every parameter, gathered from the ranks one block at a time; every rank must
-        consume the iterator."""
+        consume the iterator. `take` gives something else of a parameter (of the experts of this rank) than its weights."""
+        take = take or whole
         done = set()
         for name, parameter in model.named_parameters():
             if (known := self._kept.get(id(parameter))) is not None:
-                yield known, _whole(parameter)
+                yield known, take(parameter)
                 continue
             block = next(b for b in self.blocks.values() if name.startswith(f"{b.name}."))
             if block.name not in done:
                 done.add(block.name)
-                yield from self._block(model.get_submodule(block.name), block)
+                yield from self._block(model.get_submodule(block.name), block, take)
 
-    def _block(self, layer: nn.Module, block: Block) -> Iterator[tuple[str, torch.Tensor]]:
+    def router_name(self, name: str) -> str:
+        """The model's own name of what AutoEP calls BLOCK.router.gate.weight, and of the like."""
+        block = next(b for b in self.blocks.values() if name.startswith(f"{b.name}.router."))
+        return f"{block.name}.{block.router}.{name.rpartition('.')[2]}"
+
+    def parts(self, model: nn.Module) -> Iterator[Part]:
+        """Every parameter that this rank has, with the Hugging Face name of the tensor that it is of and how it is cut out
+        of that."""
+        for name, parameter in model.named_parameters():
+            if (known := self._kept.get(id(parameter))) is not None:
+                yield Part(parameter, known, lambda tensor: tensor)
+                continue
+            block = next(b for b in self.blocks.values() if name.startswith(f"{b.name}."))
+            layer, own = model.get_submodule(block.name), name.rpartition(".")[2]
+            if own in ("w1", "w3", "w2"):
+                yield Part(parameter, f"{block.name}.{block.experts}.{FUSED[own == 'w2']}", _cut(layer, block, own))
+            elif own in block.router_parameters:  # AutoEP may hold a buffer of the router's as a parameter
+                yield Part(parameter, f"{block.name}.{block.router}.{own}", lambda tensor: tensor)
+
+    def _block(self, layer: nn.Module, block: Block, take: Callable[[nn.Parameter], torch.Tensor]
+               ) -> Iterator[tuple[str, torch.Tensor]]:
         for name in block.router_parameters:
             own = layer.router.gate.bias if name.endswith("bias") else layer.router.gate.weight
-            yield f"{block.name}.{block.router}.{name}", _whole(own)
-        gate, up, down = (_of_all_ranks(layer, getattr(layer.experts, name)) for name in ("w1", "w3", "w2"))
+            yield f"{block.name}.{block.router}.{name}", take(own)
+        gate, up, down = (_of_all_ranks(layer, take(getattr(layer.experts, name))) for name in ("w1", "w3", "w2"))
         fused = torch.cat([gate, up], dim=1)
         if not block.rows_first:
             fused, down = fused.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
@@ -112,15 +143,29 @@ class SpreadExperts:
         yield f"{block.name}.{block.experts}.{FUSED[1]}", down
 
 
-def _whole(parameter: nn.Parameter) -> torch.Tensor:
+def _cut(layer: nn.Module, block: Block, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """How this rank's w1, w3 or w2 is cut out of a block's fused matrix of all experts."""
+    first = layer.ep_rank * layer.num_local_experts
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        mine = tensor[first:first + layer.num_local_experts]
+        if not block.rows_first:
+            mine = mine.transpose(1, 2)
+        half = mine.shape[1] // 2
+        return {"w1": mine[:, :half], "w3": mine[:, half:], "w2": mine}[name].contiguous()
+    return cut
+
+
+def whole(parameter: nn.Parameter) -> torch.Tensor:
+    """The parameter's weights, a copy where ZeRO-3 has split them; every rank must call it."""
     with gathered(parameter):
         tensor = parameter.detach()
         return tensor.clone() if hasattr(parameter, "ds_id") else tensor
 
 
-def _of_all_ranks(layer: nn.Module, parameter: nn.Parameter) -> torch.Tensor:
+def _of_all_ranks(layer: nn.Module, own: torch.Tensor) -> torch.Tensor:
     """The experts of all ranks [E, …] from this rank's [E / ranks, …]."""
-    own = _whole(parameter).contiguous()
+    own = own.contiguous()
     if layer.ep_size == 1:
         return own
     parts = [torch.empty_like(own) for _ in range(layer.ep_size)]

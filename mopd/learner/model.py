@@ -188,16 +188,17 @@ def save_model(model: nn.Module, folder: str | Path, *, tokenizer=None, state_di
 
 
 @contextlib.contextmanager
-def writing(aside: Path):
-    """Around the writing of a folder: what an error leaves of it is removed, and a full disk is an OSError that names the
-    place, whatever words the library that wrote found for it."""
+def writing(aside: Path, *, remove: bool = True):
+    """Around the writing of a folder: what an error leaves of it is removed (but for `remove`), and a full disk is an OSError
+    that names the place, whatever words the library that wrote found for it."""
     try:
         yield
     except BaseException as error:
         said = f"{error} {error.__cause__}".lower()
         full = "os error 28" in said or "no space left" in said or (
             isinstance(error, Exception) and shutil.disk_usage(aside.parent).free < 1 << 16)
-        shutil.rmtree(aside, ignore_errors=True)
+        if remove:
+            shutil.rmtree(aside, ignore_errors=True)
         if full:
             raise OSError(errno.ENOSPC, "No space left on device", str(aside.parent)) from error
         raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -88,10 +89,12 @@ def router_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
-def router_hash(model: nn.Module) -> str:
-    """SHA-256 over the bytes of all routers: equal before and after means that they were really frozen."""
+def router_hash(model: nn.Module, named: Callable[[str], str] | None = None) -> str:
+    """SHA-256 over the bytes of all routers: equal before and after means that they were really frozen. `named` gives the
+    model's own name of what AutoEP named anew, so that the hash does not depend on where experts are."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(router_state(model).items()):
+    state = router_state(model)
+    for name, tensor in sorted({named(name) if named else name: tensor for name, tensor in state.items()}.items()):
         digest.update(name.encode())
         digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
@@ -106,13 +109,23 @@ def weights_hash(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def gathered(tensor: torch.Tensor):
-    """Context in which a parameter that ZeRO-3 has split is whole on every rank; nothing for any other tensor."""
+def chosen_experts(router: nn.Module, output) -> torch.Tensor:
+    """The experts int64 [T, k] that a router of Transformers chose, from what its forward gave: those that give logits alone
+    choose the largest."""
+    if isinstance(output, tuple) and not output[-1].is_floating_point():
+        return output[-1]
+    logits = output[0] if isinstance(output, tuple) else output
+    return logits.topk(getattr(router, "top_k", None) or 1, dim=-1).indices
+
+
+def gathered(tensor: torch.Tensor, *, modified: bool = False):
+    """Context in which a parameter that ZeRO-3 has split is whole on every rank; nothing for any other tensor. `modified`:
+    what it is at the end (alike on every rank) stays."""
     if not hasattr(tensor, "ds_id"):
         return contextlib.nullcontext()
     import deepspeed
 
-    return deepspeed.zero.GatheredParameters([tensor])
+    return deepspeed.zero.GatheredParameters([tensor], modifier_rank=0 if modified else None)
 
 
 class ExpertLoadCounter:
@@ -128,6 +141,7 @@ class ExpertLoadCounter:
         self.counts = torch.zeros(len(self.routers), width, dtype=torch.int64)
         self._valid: tuple[torch.Tensor, ...] = ()
         self._passes = [0] * len(self.routers)
+        self._before = self.counts.clone()
         self._handles = []
         for layer, router in enumerate(self.routers):
             # families that still loop over experts in the block, and experts that see other ranks' tokens
@@ -144,19 +158,10 @@ class ExpertLoadCounter:
         return hook
 
     def _from_router(self, layer: int, router: Router):
-        top_k = getattr(router.module, "top_k", None)
-
         def hook(module, arguments, output):
             if not self._valid:
                 return
-            if router.spread:
-                chosen = output[1]  # of scores, experts, counts
-            elif isinstance(output, tuple) and not output[-1].is_floating_point():
-                chosen = output[-1]
-            else:
-                logits = output[0] if isinstance(output, tuple) else output
-                chosen = logits.topk(top_k or 1, dim=-1).indices
-            self._add(layer, chosen)
+            self._add(layer, output[1] if router.spread else chosen_experts(module, output))  # of scores, experts, counts
         return hook
 
     def _add(self, layer: int, chosen: torch.Tensor) -> None:
@@ -171,10 +176,15 @@ class ExpertLoadCounter:
         """While open, one forward pass for each `valid` bool [B, T] is counted, in this order: the tokens that it
         marks."""
         self._valid, self._passes = valid, [0] * len(self.routers)
+        self._before = self.counts.clone()
         try:
             yield
         finally:
             self._valid = ()
+
+    def undo(self) -> None:
+        """Forget what the last `counting` counted: its pass was given up."""
+        self.counts.copy_(self._before)
 
     def take(self) -> torch.Tensor:
         """Counts int64 [L, E] since the last call."""

@@ -9,6 +9,7 @@ L = Σ over cells (domain, stream) of ω · agg, each cell with its own global d
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import math
 import time
@@ -20,9 +21,12 @@ import numpy as np
 import torch
 
 from mopd.learner.engine import Learner, StepReport
+from mopd.learner.imbalance import split_alerts
 from mopd.learner.load import expert_load
 from mopd.learner.packing import MicroBatch, empty_micro_batch, pack
-from mopd.learner.scores import Scorer, Scores
+from mopd.learner.route_similarity import RouteSimilarity
+from mopd.learner.router_drift import drift_alerts
+from mopd.learner.scores import Scorer, Scores, what_to_ask
 from mopd.learner.step_metrics import StepSums, TurnSums
 from mopd.losses import aggregation_schedule, domain_balance, make_objective, merge_moments, moments, step_weights
 from mopd.losses.aggregation import Mode
@@ -64,6 +68,8 @@ class StepConfig:
                     See `LearnerStep._aged`
     token_budget    padded tokens per micro-batch
     peak_alert, cold_alert   expert load limits (METHOD section 5)
+    router_drift_alert   share of a trained router's choices on fixed inputs that may differ from the start's
+    routing_similarity_every   steps between two measures of how far teacher and student agree on experts; 0: none
     turn_scores     measure every prefix sample by itself (`LearnerReport.turn_scores`)
     """
 
@@ -81,6 +87,8 @@ class StepConfig:
     token_budget: int = 2048
     peak_alert: float = 7.0
     cold_alert: float = 0.3
+    router_drift_alert: float = 0.2
+    routing_similarity_every: int = 0
     turn_scores: bool = False
 
 
@@ -130,8 +138,9 @@ class LearnerStep:
 
     metrics: loss, gradient_norm, learning_rate, step, skipped, tokens, loss_tokens, padded_tokens, micro_batches,
     seconds {training, scoring, packing}, aggregation {mode: share}, omega {"domain/stream": ω}, balance {domain: factor},
-    missing {teacher: {reason: tokens}}, expert_load {cv, peak, cold: per layer}, alerts [sentences],
-    domains {domain: numbers}, streams {"domain/stream": numbers}; numbers as `CellSums.record` gives them.
+    missing {teacher: {reason: tokens}}, expert_load {cv, peak, cold: per layer; drift, split, replay, similarity},
+    alerts [sentences], domains {domain: numbers}, streams {"domain/stream": numbers}; numbers as `CellSums.record` gives
+    them.
     """
 
     def __init__(self, learner: Learner, *, domains: Sequence[str], scorers: Mapping[str, Scorer], config: StepConfig):
@@ -141,11 +150,19 @@ class LearnerStep:
             options.setdefault("temperature", config.temperature)
         self.objective = make_objective(config.objective, options)
         self.temperature = float(options.get("temperature", 1.0))
+        self.top_k = int(getattr(self.objective, "top_k", 0))  # see mopd.losses.objectives.Objective
+        self.similarity = RouteSimilarity(learner, self.scorers, config.routing_similarity_every)
         self._not_finite: dict[str, Any] = {}  # tokens of this step whose loss is not, by domain
         self._heads: dict[str, Head] = {}  # of the teachers that answer with hidden states, by domain
         missing = [d for d in self.domains if d not in self.scorers]
         if missing:
             raise MissingScorer(f"no teacher scores {', '.join(missing)}; give every domain of the run a teacher")
+
+    @property
+    def asks_top_k(self) -> bool:
+        """Whether some teacher of the run is asked for its likeliest ids."""
+        return any(what_to_ask(getattr(scorer, "gives", ()), self.objective.needs, self.top_k)[1]
+                   for scorer in self.scorers.values())
 
     def __call__(self, rows: Sequence[Row], *, shares: Mapping[str, float], step: int | None = None) -> LearnerReport:
         """Train on `rows`; `shares` is domain -> share of the loss. A step of which no token is left over all ranks
@@ -155,8 +172,9 @@ class LearnerStep:
         batches = pack(rows, token_budget=config.token_budget, pad_id=self.learner.pad_id, domains=self.domains,
                        streams=STREAMS, prefix_gradient=self.learner.config.prefix_gradient)
         packed = time.perf_counter()
-        missing = self._score(batches)
+        missing = self._score(batches, version)
         scored = time.perf_counter()
+        similar = self.similarity.measure(batches, self.domains) if self.similarity.due(version) else None
         include, stale = self._included(batches, version)
         balance = self._balance(batches, include)
         mode = self._aggregation(version)
@@ -188,18 +206,20 @@ class LearnerStep:
         seconds["training"] = time.perf_counter() - scored
         done = self._report(report, sums, omega, balance, missing, seconds, version)
         done.metrics["aggregation"] = {mode: 1.0} if isinstance(mode, str) else dict(mode)
+        if similar is not None:
+            done.metrics["expert_load"]["similarity"] = self.similarity.record(self._gather(similar))
         return done if turns is None else dataclasses.replace(done, turn_scores=self._turn_scores(turns))
 
     # Scores
 
-    def _score(self, batches: Sequence[MicroBatch]) -> dict[str, dict[str, int]]:
+    def _score(self, batches: Sequence[MicroBatch], version: int) -> dict[str, dict[str, int]]:
         """Put teacher scores into every micro-batch's `extra`; returns missing tokens by teacher and reason."""
+        noting = self.similarity.noting if self.similarity.due(version) else lambda *_: contextlib.nullcontext()
         missing: dict[str, collections.Counter[str]] = {}
         for scorer, batch in self._calls(batches):
-            need = self.objective.needs
-            if need == "full" and "hidden" in getattr(scorer, "gives", ()):
-                need = "hidden"  # its logits are then made a chunk at a time, next to the student's
-            scores = scorer(batch, need=need, temperature=self.temperature)
+            need, k = what_to_ask(getattr(scorer, "gives", ()), self.objective.needs, self.top_k)
+            with noting(scorer, batch):
+                scores = scorer(batch, need=need, temperature=self.temperature, **({"k": k} if k else {}))
             if not batch.loss_tokens:
                 continue  # only other ranks' work
             domain = self.domains[int(batch.domain[0])]
@@ -207,7 +227,7 @@ class LearnerStep:
             self._check(scores, batch, domain)
             if batch.candidates is not None and not scores.over_candidates:
                 scores.logprob = None  # of another distribution than µ's; logits or hidden states say the right one
-            for name in ("logprob", "logits", "hidden"):
+            for name in ("logprob", "logits", "hidden", "top_ids", "top_logprob"):
                 if (value := getattr(scores, name)) is not None:
                     batch.extra[f"teacher_{name}"] = value
             if scores.head is not None:
@@ -242,7 +262,8 @@ class LearnerStep:
         if len(given) != batch.loss_tokens:
             raise ValueError(f"teacher {scores.teacher!r} of {domain!r} gave {len(given)} scores for "
                              f"{batch.loss_tokens} tokens")
-        if self.objective.needs == "full" and scores.logits is None and (scores.hidden is None or scores.head is None):
+        whole = scores.logits is not None or (scores.hidden is not None and scores.head is not None)
+        if self.objective.needs == "full" and not whole and not (self.top_k and scores.top_logprob is not None):
             raise ValueError(f"objective {self.config.objective!r} needs the whole distribution; teacher "
                              f"{scores.teacher!r} gives the sampled token's score only. Take an in-process teacher, or "
                              "the objective 'mopd'")
@@ -368,6 +389,8 @@ class LearnerStep:
         unaware = candidates is not None and not takes_candidates(self.objective)
         if candidates is not None and not unaware:
             arguments["candidates"] = candidates
+        if "teacher_top_logprob" in batch.extra:
+            arguments |= {name: batch.extra[name] for name in ("teacher_top_ids", "teacher_top_logprob")}
         scored = batch.extra["teacher_scored"]
         name = self.config.objective
         if name in OBJECTIVES or bool(scored.all()):
@@ -436,6 +459,14 @@ class LearnerStep:
             load = expert_load(report.expert_counts)
             metrics["expert_load"] = {name: getattr(load, name).tolist() for name in ("cv", "peak", "cold")}
             metrics["alerts"] = load_alerts(load, peak=self.config.peak_alert, cold=self.config.cold_alert)
+        if report.router_drift is not None:
+            metrics["expert_load"]["drift"] = dataclasses.asdict(report.router_drift)
+            metrics["alerts"] += drift_alerts(report.router_drift, self.config.router_drift_alert)
+        if report.replayed is not None:
+            metrics["expert_load"]["replay"] = report.replayed.record()
+        if report.splits is not None:
+            metrics["expert_load"]["split"] = dataclasses.asdict(report.splits)
+            metrics["alerts"] += split_alerts(report.splits, self.learner.config.split_on_imbalance)
         for teacher, reasons in missing.items():
             metrics["alerts"].append(f"teacher {teacher}: {sum(reasons.values())} tokens without a score ({reasons})")
         return LearnerReport(metrics, {d: numbers.get("reverse_kl", numbers.get("k3", float("nan")))

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import collections
 import json
+import threading
 
 import numpy as np
 import pytest
 import torch
 
+from mopd.learner import checkpoint
+from mopd.learner.background import on_host
 from mopd.learner.checkpoint import (
     CheckpointError,
     Checkpoints,
+    best,
     checkpoints,
     close_folder,
     cut_after,
     damage,
+    finish_saving,
     latest,
     load_checkpoint,
     own_folder,
@@ -23,6 +29,7 @@ from mopd.learner.checkpoint import (
 )
 from mopd.learner.engine import Learner, LearnerConfig
 from mopd.learner.packing import pack
+from mopd.learner.weights import named_weights
 from mopd.rows import STREAMS
 from tests.mopd.learner.tiny import make_model, mixed_rows
 
@@ -50,25 +57,108 @@ def learner_of(stage=1, model=None, **changes):
     return Learner(model or make_model("qwen3_moe"), config=config, total_steps=6)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_resume_is_bit_equal(tmp_path, stage):
-    straight = learner_of(stage)
+KINDS = {"stage 0": {"stage": 0}, "stage 1": {"stage": 1}, "stage 2": {"stage": 2}, "stage 3": {"stage": 3},
+         "low precision": {"stage": 0, "dtype": "bfloat16"}, "spread experts": {"stage": 2, "autoep_size": 1}}
+
+
+@pytest.mark.parametrize("kind, background", [("stage 1", False), ("stage 2", False),
+                                              *((kind, True) for kind in KINDS if kind != "stage 1")])
+def test_resume_is_bit_equal(tmp_path, kind, background):
+    kind = KINDS[kind]
+    straight = learner_of(**kind)
     expected = train(straight, 0, 6)
-    final = {n: p.detach().clone() for n, p in straight.model.named_parameters()}
+    final = {n: t.clone() for n, t in named_weights(straight)}
     straight.close()
 
-    kept = Checkpoints(tmp_path, keep=2)
-    first = learner_of(stage)
+    kept = Checkpoints(tmp_path, keep=2, background=background)
+    first = learner_of(**kind)
     found = train(first, 0, 3)
     kept.save(first, 3, {"cursor": 17})
-    train(first, 3, 4)  # work that is lost
+    train(first, 3, 4)  # work that is lost, while the checkpoint is written
     first.close()
-    second = learner_of(stage, make_model("qwen3_moe", seed=5))
+    assert damage(tmp_path / "step-3") == "" and first.saving.seconds > 0 if background else first.saving_seconds > 0
+    second = learner_of(model=make_model("qwen3_moe", seed=5), **kind)
     assert kept.load(second) == (3, {"cursor": 17})
     found += train(second, 3, 6)
     assert found == expected
-    assert all(torch.equal(final[n], p) for n, p in second.model.named_parameters())
+    assert all(torch.equal(final[n], t) for n, t in named_weights(second))
     second.close()
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Writing in the background goes on only when this event is set."""
+    go, write = threading.Event(), checkpoint._write_copies
+
+    def waiting(*arguments):
+        assert go.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(checkpoint, "_write_copies", waiting)
+    yield go
+    go.set()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, held):
+    learner = learner_of()
+    kept = Checkpoints(tmp_path, keep=1, background=True)
+    train(learner, 0, 1)
+    kept.save(learner, 1, {})
+    expected = train(learner, 1, 3)
+    assert latest(tmp_path) is None and (tmp_path / ".step-1.writing").is_dir()
+    held.set()
+    kept.save(learner, 3, {})  # waits for the one before
+    assert learner.saving_seconds > 0 and latest(tmp_path)
+    finish_saving(learner)
+    assert [step for step, _ in checkpoints(tmp_path)] == [3] and damage(tmp_path / "step-3") == ""
+    assert not list(tmp_path.glob(".*")) and learner.saving is None
+    load_checkpoint(learner, tmp_path / "step-3")
+    learner.close()
+    assert expected
+
+
+def test_what_goes_wrong_in_the_background_is_raised_by_the_next_save(tmp_path, monkeypatch):
+    learner = learner_of()
+    kept = Checkpoints(tmp_path, background=True)
+    kept.save(learner, 0, {})
+    finish_saving(learner)
+
+    def full(*_):
+        raise RuntimeError("PytorchStreamWriter failed: file write failed, os error 28")
+
+    train(learner, 0, 1)
+    monkeypatch.setattr(type(learner.engine.checkpoint_engine), "save", full)
+    kept.save(learner, 1, {})
+    train(learner, 1, 2)
+    with pytest.raises(OSError, match="No space left on device"):
+        kept.save(learner, 2, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0"] and damage(tmp_path / "step-0") == ""
+    learner.close()
+
+
+def test_copies_keep_what_they_are_of_and_share_what_is_shared():
+    base = torch.arange(12.0)
+    state = {"whole": base, "part": base[3:5], "again": base[3:5], "many": [base.view(3, 4).T, (1, "x")], "none": None}
+    copied = on_host(collections.OrderedDict(state))
+    base.add_(100)
+    assert copied["part"] is copied["again"] and copied["part"].tolist() == [3, 4]
+    assert copied["part"].untyped_storage().nbytes() == 8 and copied["many"][0].tolist()[1] == [1, 5, 9]
+    assert copied["many"][1] == (1, "x") and list(copied) == list(state) and state["whole"] is base
+
+
+def test_the_best_stays_and_so_it_does_when_the_run_is_over(tmp_path):
+    learner = learner_of()
+    own = own_folder(tmp_path, "me")
+    for step, score in enumerate([-3.0, -1.0, -2.0, None, -1.0, -1.5], 1):
+        learner.skip_step()
+        Checkpoints(own, keep=1, background=True).save(learner, step, {}, score=score)
+    learner.close()
+    assert [step for step, _ in checkpoints(own)] == [2, 6], "of equals the earliest, and the last"
+    assert best(own) == own / "step-2"
+    close_folder(own, 0)
+    assert [step for step, _ in checkpoints(own)] == [2]
+    (own / "step-2" / "state.json").write_text("{")
+    assert best(own) is None and best(tmp_path / "none") is None
 
 
 def test_dropout_is_drawn_again_after_a_resume(tmp_path):
