@@ -41,7 +41,9 @@ class Ranks:
 
     def __init__(self, rank: int = 0, size: int = 1, group: Any = None, store: Any = None):
         self.rank, self.size, self._group, self._store = rank, size, group, store
-        self.place = "the start"
+        self.place, self._places = "the start", 0
+        self._waited = 0.0
+        self._watch: Any = None
 
     @property
     def first(self) -> bool:
@@ -49,9 +51,9 @@ class Ranks:
         return self.rank == 0
 
     @classmethod
-    def start(cls, *, timeout: float) -> Ranks:
+    def start(cls, *, timeout: float, warn_after: float = 0.0) -> Ranks:
         """Join the process group that a launcher prepared; alone where there is none. `timeout`: seconds that a rank waits
-        for the others in any exchange before it gives up."""
+        for the others in any exchange before it gives up; `warn_after`: after which it says whom it waits for (0: never)."""
         if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
             return cls()
         import datetime
@@ -72,24 +74,46 @@ class Ranks:
         if torch.distributed.get_backend() != "gloo":
             group = torch.distributed.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout))
         store = torch.distributed.distributed_c10d._get_default_store()
-        store.delete_key(f"mopd/ended/{rank}")  # of an earlier job of these processes
-        return cls(rank, size, group, store)
+        for name in ("ended", "place"):
+            store.delete_key(f"mopd/{name}/{rank}")  # of an earlier job of these processes
+        made = cls(rank, size, group, store)
+        if warn_after:
+            from mopd.rank_watch import RankWatch
+
+            made._watch = RankWatch(store, rank, size, after=warn_after)
+        return made
 
     def at(self, place: str) -> None:
         """Note where this rank is, in words ("step 3, sampling"): what the others read of it if it is lost."""
-        self.place = place
+        self.place, self._places = place, self._places + 1
         if self.size > 1:
-            self._store.set(f"mopd/place/{self.rank}", place)
+            self._store.set(f"mopd/place/{self.rank}", f"{self._places} {place}")
+        if self._watch is not None:
+            self._watch.at(self._places)
+
+    def take_waited(self) -> float:
+        """Seconds in exchanges since this was last asked: what they took, and mostly the wait for the last rank."""
+        waited, self._waited = self._waited, 0.0
+        return waited
+
+    def stop_watching(self) -> None:
+        """End the watch that says whom this rank waits for."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
 
     def gather(self, value: Any) -> list[Any]:
         """The value of every rank, in rank order. Values as `mopd.encoding.encode` takes them. Raises RankFailed where a
         rank is lost or does not come within the timeout."""
         if self.size == 1:
             return [value]
+        began = time.perf_counter()
         try:
             return exchange(value, self.size, group=self._group)
         except RuntimeError as error:
             raise RankFailed(self.who_failed(error)) from error
+        finally:
+            self._waited += time.perf_counter() - began
 
     def agree(self, what: str, value: Any) -> None:
         """Raise RanksDiffer where a rank's `value` (JSON values) is not rank 0's. Of mappings only the digests of their
@@ -149,6 +173,8 @@ class Ranks:
             if line and not lost:
                 print(line, file=sys.stderr, flush=True)
             raise raised from raised.__cause__
+        finally:
+            self.stop_watching()
 
     def ended(self, error: BaseException) -> str:
         """Leave this rank's last words for the others; returns them as a line for the log, "" where rank 0 says the very
@@ -189,8 +215,9 @@ class Ranks:
         return self._store.get(key).decode()
 
     def _place(self, rank: int) -> str:
-        key = f"mopd/place/{rank}"
-        return self._store.get(key).decode() if self._store.check([key]) else "the start"
+        from mopd.rank_watch import place_of
+
+        return place_of(self._store, rank)[1]
 
 
 def exchange(value: Any, size: int, *, group: Any = None, device: Any = "cpu") -> list[Any]:
