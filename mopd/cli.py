@@ -177,15 +177,24 @@ def teacher_sft(config: ConfigPath,
                                                                   help="Whose demonstrations are learnt; overrides")] = None,
                 domain: Annotated[list[str] | None, typer.Option(help="Domain(s) whose demonstrations are learnt")] = None,
                 out: Annotated[Path, typer.Option(help="Hugging Face folder to make")] = Path("teacher"),
-                baseline: Annotated[bool, typer.Option(help="The off-policy baseline: config section off_policy")] = False):
+                baseline: Annotated[bool, typer.Option(help="The off-policy baseline: config section off_policy")] = False,
+                ranks: Annotated[int, typer.Option(min=1, help="Processes to start here; else see docs/distributed.md")] = 1):
     """Supervised training on demonstrations (of a store, files or experts), from the student's start, router frozen."""
-    from teachers.sft import run_sft
+    from mopd.ranks import leave, start_on_this_machine
+    from teachers.sft import check_layout, run_sft
 
     loaded = load(config, [word for word in words or [] if "=" in word], plays=False)
     domains = list(dict.fromkeys([*(word for word in words or [] if "=" not in word), *(domain or [])]))
     for name in domains:
         known_domain(loaded, name)
+    if ranks > 1:
+        _no_launcher()
+        check_layout(loaded)
+        chosen = [f"--domain={name}" for name in domain or []]
+        start_on_this_machine(ranks, ["teacher", "sft", str(config), *(words or []), *chosen, "--out", str(out),
+                                      *(["--baseline"] if baseline else [])])
     run_sft(loaded, domains or list(loaded.domains), out, baseline=baseline)
+    leave()
 
 
 @teacher_app.command("compare")
@@ -241,6 +250,35 @@ def teacher_serve(
 
 
 @app.command()
+def serve(
+    source: Annotated[str, typer.Argument(metavar="MODEL | CONFIG.yaml", help="Model folder or hub id, or a configuration")],
+    number: Annotated[int, typer.Option(min=0, help="Which of the configuration's sampling.urls, from 0")] = 0,
+    name: Annotated[str | None, typer.Option(help="The name under which it is served; by default student")] = None,
+    host: Annotated[str, typer.Option(help="Where to listen; beyond this machine only if you say so")] = "127.0.0.1",
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="By default the configuration's, or 8000")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; by default the configuration's")] = None,
+    api_key_env: Annotated[str | None, typer.Option(help="Environment variable that holds the key")] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=2, help="Longest context; by default what domains need")] = None,
+    max_logprobs: Annotated[int | None, typer.Option(min=1, help="Most ids that it tells of a token, for top-k")] = None,
+    cache_gib: Annotated[int | None, typer.Option(min=1, help="Memory of the cache, without a GPU")] = None,
+    memory_share: Annotated[float | None, typer.Option(help="Share of the GPU's memory")] = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code of the model's folder")] = False,
+    vllm: Annotated[list[str] | None, typer.Option(help="A further argument of vLLM, as --vllm=--enforce-eager")] = None,
+    as_json: Json = False,
+):
+    """Serve the student with vLLM until Ctrl-C, for a run with sampling.engine=server: it samples and takes new weights."""
+    from teachers import serve as serving
+    from teachers.serve_student import student_options
+
+    given = {"name": name, "host": host, "port": port, "dtype": dtype, "api_key_env": api_key_env,
+             "max_model_len": max_model_len, "max_logprobs": max_logprobs, "cache_gib": cache_gib,
+             "memory_share": memory_share, "trust_remote_code": trust_remote_code or None, "extra": tuple(vllm or ())}
+    config = load(Path(source), None) if source.endswith((".yaml", ".yml")) else None
+    if code := serving.serve(student_options(source, config=config, number=number, **given), as_json=as_json):
+        raise typer.Exit(code)
+
+
+@app.command()
 def collect(config: ConfigPath, overrides: Overrides = None,
             domain: Annotated[list[str] | None, typer.Option(help="Only these domains; may be repeated")] = None,
             as_json: Json = False):
@@ -259,6 +297,11 @@ def collect(config: ConfigPath, overrides: Overrides = None,
         collecting.print_summary(records)
 
 
+def _no_launcher() -> None:
+    if "RANK" in os.environ:
+        raise WrongUsage("--ranks starts the processes of a job itself; under torchrun or another launcher leave it out")
+
+
 @app.command()
 def train(config: ConfigPath, overrides: Overrides = None,
           resume: Annotated[str, typer.Option(help="auto: go on from the last checkpoint, if there is one; never: start anew"
@@ -271,9 +314,9 @@ def train(config: ConfigPath, overrides: Overrides = None,
         raise WrongUsage(f"--resume {resume}: auto goes on from the last checkpoint, if there is one; never starts anew")
     if rollback and resume == "never":
         raise WrongUsage("--rollback goes on from a checkpoint, and --resume never from none; leave one of them out")
-    if ranks > 1 and "RANK" in os.environ:
-        raise WrongUsage("--ranks starts the processes of a job itself; under torchrun or another launcher leave it out")
+    use_devices(loaded.placement.learner.devices)
     if ranks > 1:
+        _no_launcher()
         from mopd.ranks import start_on_this_machine
 
         start_on_this_machine(ranks, ["train", str(config), *(overrides or []), "--resume", resume,
@@ -291,13 +334,27 @@ def train(config: ConfigPath, overrides: Overrides = None,
 
 
 @app.command()
-def average(models: Annotated[list[Path], typer.Argument(help="Hugging Face folders of one architecture")],
-            out: Annotated[Path, typer.Option(help="Folder to make")]):
-    """The parameter average of several models, a baseline."""
-    from mopd.learner.model import parameter_average
+def launch(config: ConfigPath, overrides: Overrides = None,
+           hosts: Annotated[Path | None, typer.Option(help="Hostfile: a machine a line, as `node-1 slots=8`")] = None,
+           slurm: Annotated[bool, typer.Option("--slurm", help="Write an sbatch file and hand it in")] = False,
+           by: Annotated[str, typer.Option(help="torchrun or deepspeed: what starts the learner's processes")] = "torchrun",
+           dry_run: Annotated[bool, typer.Option("--dry-run", help="Only write and print the commands")] = False,
+           out: Annotated[Path | None, typer.Option(help="Folder for scripts and logs; else RUN/launch")] = None,
+           port: Annotated[int, typer.Option(min=1, max=65535, help="Where the learner's processes meet")] = 29500,
+           restarts: Annotated[int, typer.Option(min=0, help="Of servers, and of the learner, before the job ends")] = 5,
+           start_s: Annotated[float, typer.Option(min=1, help="Seconds that a server may take to answer")] = 1800.0,
+           resume: Annotated[str, typer.Option(help="auto or never, as of mopd train")] = "auto",
+           sbatch: Annotated[list[str] | None, typer.Option(help="A line for Slurm, as --sbatch=--partition=gpu")] = None):
+    """A training run on several machines, as `placement` lays it out: servers, then the learner's processes; kept running."""
+    from mopd.launch import read_hosts
+    from mopd.launch_run import launch as run_launch
 
-    parameter_average(models, out)
-    print(f"result: average of {len(models)} models in {out}")
+    if (hosts is None) == (not slurm):
+        raise WrongUsage("name the machines by --hosts FILE, or say --slurm")
+    code = run_launch(load(config, overrides), read_hosts(hosts) if hosts else [], slurm=slurm, by=by, place=out,
+                      dry_run=dry_run, port=port, restarts=restarts, start_s=start_s, resume=resume, options=sbatch or [])
+    if code:
+        raise typer.Exit(code)
 
 
 @app.command("export")
@@ -305,6 +362,7 @@ def export_command(
     sources: Annotated[list[Path], typer.Argument(metavar="RUN | MODEL…", help="A run's folder; else models")],
     out: Annotated[Path, typer.Option(help="Hugging Face folder to make")],
     step: Annotated[int | None, typer.Option(min=0, help="Its checkpoint; else the finished student, or the newest")] = None,
+    best: Annotated[bool, typer.Option("--best", help="Its best checkpoint by train.keep_best")] = False,
     average: Annotated[bool, typer.Option("--average", help="The mean of models, a baseline")] = False,
     interpolate: Annotated[bool, typer.Option("--interpolate", help="Between two models, by --weight")] = False,
     weight: Annotated[float, typer.Option(min=0, max=1, help="Of the second model, with --interpolate")] = 0.5,
@@ -316,8 +374,11 @@ def export_command(
         raise WrongUsage("--average and --interpolate are two things; name one")
     if interpolate and len(sources) != 2:
         raise WrongUsage(f"--interpolate takes two models, not {len(sources)}")
-    if (average or interpolate) and step is not None:
-        raise WrongUsage("--step belongs to a run's folder; export that first, then take its mean with others")
+    if (average or interpolate) and (step is not None or best):
+        raise WrongUsage(f"--{'best' if best else 'step'} belongs to a run's folder; export that first, then take its mean "
+                         "with others")
+    if best and step is not None:
+        raise WrongUsage("--step and --best are two checkpoints; name one")
     if not (average or interpolate) and len(sources) != 1:
         raise WrongUsage("one run's folder, please; or say --average or --interpolate with models")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so that it can run beside a training
@@ -329,14 +390,14 @@ def export_command(
     else:
         export_model.check_target(out, shard_size)
         student = export_model.student_folder(sources[0])
-        steps, folder = export_model.source(student, step)
+        steps, folder = export_model.source(student, step, best=best)
         ranks = export_model.ranks_of(folder)
         if ranks > 1 and "RANK" not in os.environ:
             from mopd.ranks import start_on_this_machine
 
             start_on_this_machine(ranks, ["export", str(student), "--step", str(steps), "--out", str(out), "--shard-size",
                                           shard_size, *(["--json"] if as_json else [])])
-        result = export_model.export_student(student, step, out, shard_size=shard_size)
+        result = export_model.export_student(student, step, out, best=best, shard_size=shard_size)
         from mopd.ranks import leave
 
         leave()
@@ -346,6 +407,13 @@ def export_command(
         what = f"step {result['step']}" if "step" in result else "the mean"
         print(f"result: {what} in {out}, {len(result['files'])} weight file(s); read back, its log-probabilities differ by "
               f"at most {result['largest_difference']:.2g} nats")
+
+
+@app.command(hidden=True)
+def average(models: Annotated[list[Path], typer.Argument(help="Hugging Face folders of one architecture")],
+            out: Annotated[Path, typer.Option(help="Folder to make")]):
+    """As `export --average`."""
+    export_command(models, out, average=True)
 
 
 @app.command("eval")
@@ -371,8 +439,9 @@ def evaluate_command(config: ConfigPath, overrides: Overrides = None,
 
 
 @app.command()
-def check(config: ConfigPath, overrides: Overrides = None, as_json: Json = False):
-    """Check a configuration with everything it names: models, tokenizers, teachers, store, environments."""
+def check(config: ConfigPath, overrides: Overrides = None, as_json: Json = False,
+          estimate: Annotated[bool, typer.Option("--estimate", help="Only memory and time, from config.json")] = False):
+    """Check a configuration with everything it names: models, tokenizers, teachers, store, environments; estimate memory."""
     from mopd.config import ConfigError
 
     try:
@@ -382,6 +451,12 @@ def check(config: ConfigPath, overrides: Overrides = None, as_json: Json = False
             print(json.dumps({"errors": error.errors, "warnings": [], "domains": {}, "teachers": {}}))
             raise typer.Exit(2) from None
         raise
+    if estimate:
+        from mopd.check_estimate import estimate_record, print_estimate
+
+        record = estimate_record(loaded)
+        print(json.dumps(record)) if as_json else print_estimate(record, Console(highlight=False))
+        raise typer.Exit(2 if "unknown" in record else 0)
     from mopd.check import check_launch, print_check
 
     result = check_launch(loaded)
@@ -445,6 +520,14 @@ def simulate(config: Annotated[Path, typer.Argument(help="What to simulate; conf
     run_simulate(config, overrides or [], as_json=as_json, plot_to=plot)
 
 
+def use_devices(names: list[str]) -> None:
+    """Let this process, and those that it starts, see these devices alone, unless the environment says which already."""
+    if names and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        from mopd.launch import devices_environment
+
+        os.environ.update(devices_environment(names))
+
+
 def need_domain(path: Path, overrides: list[str] | None, name: str) -> str:
     from mopd.config import load_config
 
@@ -473,7 +556,8 @@ def main() -> None:
     except Exception as error:
         code = _fail(error)
     if code == 130:  # the command line library turns an interrupt into this status
-        goes_on = {"demo", "study", "study-prefix", "train", "teacher", "collect"} & set(sys.argv[1:2])
+        goes_on = {"demo", "study", "study-prefix", "train", "collect"} & set(sys.argv[1:2]) or sys.argv[1:3] == [
+            "teacher", "sft"]
         console.print("interrupted; the same command " + ("goes on from here" if goes_on else
                       "starts again, and nothing half-done is left"))
     sys.exit(code if isinstance(code, int) else 0)

@@ -17,7 +17,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from mopd.config_base import BaseConfig, base_errors
+from mopd.config_deepspeed import DeepSpeedConfig, deepspeed_errors
+from mopd.config_domains import HarnessConfig, domain_errors
+from mopd.config_placement import PlacementConfig, apply_placement, placement_errors
 from mopd.config_ranges import range_errors
+from mopd.config_sampling import SamplingConfig, sampling_errors
 from mopd.config_supervised import (
     CollectConfig,
     ConsistencyConfig,
@@ -56,12 +61,23 @@ class DomainConfig:
     max_turns: int = 12
     max_turn_tokens: int = 24
     max_context_tokens: int = 1024
+    max_malformed: int = 0  # an episode ends after so many turns that were no action; 0: it goes on
+    action_format: str = "text"  # text | last_line | tag:NAME | regex:PATTERN
+    history_window: int = 0  # turns that the model still sees; 0: all
+    thinking: bool | None = None  # enable_thinking of the chat template
+    thinking_end: str = "</think>"
+    harnesses: dict[str, HarnessConfig] = dataclasses.field(default_factory=dict)  # several ways to play, with their shares
     demonstrations: int = 300  # expert episodes
     novice_episodes: int = 300  # episodes of mixed quality, for pre-training a base model
     teacher_episodes: int = 300  # episodes that the teacher plays into the store
     evaluation_episodes: int = 0  # 0: every task of the split
     environments: int = 64  # kept ready at a time
     workers: int = 2  # threads that reset environments ahead of need
+    worker_processes: int = 0  # processes for the environments; 0: in the process that samples
+    step_timeout_s: float = 120.0  # of worker processes, as the keys that follow
+    reset_timeout_s: float = 300.0
+    recycle_after: int = 0  # episodes; 0: never
+    worker_memory_mib: float = 0.0  # above it a worker is recycled; 0: no limit
 
 
 @dataclasses.dataclass
@@ -70,37 +86,6 @@ class StudentConfig:
     trust_remote_code: bool = False
     freeze_router: bool = True
     attention: str = "auto"  # auto | sdpa | eager | flex_attention
-
-
-@dataclasses.dataclass
-class DeepSpeedConfig:
-    zero_stage: int = 0
-    dtype: str = "float32"
-    gradient_checkpointing: bool = False
-    autoep_size: int = 0  # ranks over which the experts of a Mixture-of-Experts model are spread; 0: none
-    autoep_preset: str = ""  # how its MoE layers are found; empty: by the model's type
-    logits_mib: float = 256.0  # memory for a chunk of logits and what is made of them
-    raw: dict[str, Any] = dataclasses.field(default_factory=dict)  # merged over the generated DeepSpeed config
-
-
-@dataclasses.dataclass
-class BaseConfig:
-    """Pre-training of the tiny Mixture-of-Experts base model on the environments' text."""
-
-    vocabulary: int = 1024
-    hidden: int = 128
-    layers: int = 4
-    heads: int = 4
-    kv_heads: int = 2
-    experts: int = 8
-    experts_per_token: int = 2
-    expert_intermediate: int = 192
-    max_positions: int = 2048
-    steps: int = 400
-    rows_per_step: int = 24  # episodes per optimizer step
-    micro_batch_tokens: int = 4096
-    expert_shares: dict[str, float] = dataclasses.field(default_factory=dict)  # domain → share of expert episodes
-    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
 
 
 @dataclasses.dataclass
@@ -143,6 +128,8 @@ class TrainConfig:
     teacher_prefix_share: float = 0.5  # of those, share whose prefix a teacher played; the rest is demonstrations
     demonstration_fraction: float = 0.0  # weight of the stored turns' own stream (off)
     prefix_gradient: str = "full"  # full | none: prefixes of fresh turns are computed without a graph
+    routing_replay: bool = False  # training sends tokens to the experts that the engine sent them to (R3)
+    routing_similarity_every: int = 0  # steps between two measures of the experts that teacher and student share; 0: none
     group_size: int = 1  # sequences per rollout task
     outcome_std_normalise: bool = False  # outcome advantages over the standard deviation of their group
     fresh_turns: int = 1  # fresh turns per decision point
@@ -169,14 +156,19 @@ class TrainConfig:
     sampling_batch: int = 96
     checkpoint_every: int = 50
     keep_checkpoints: int = 2
+    keep_best: str = ""  # reverse_kl | success | reward: the checkpoint that was best by it stays too
+    async_checkpoints: bool = True  # written while training goes on; training stops for a copy in memory alone
     keep_every: int = 0  # checkpoints of steps that are multiples of it stay, also when the run is over; 0: none
     stop_within_s: float = 120.0  # after SIGTERM or SIGINT: seconds to finish the step and save
     peak_alert: float = 7.0  # expert load over the mean
     cold_alert: float = 0.3  # share of experts with less than a tenth of the mean
+    router_drift_alert: float = 0.2  # share of a trained router's choices that differ from the start's
     max_infra_failure_share: float = 0.5  # above it a run stops instead of training on what is left
     tensorboard: bool = False
     selftest: bool = True
     ranks_timeout: float = 5400.0  # seconds that one process of a job waits for the others
+    ranks_warn_s: float = 300.0  # seconds of waiting after which it says for whom; 0: never
+    straggler_alert: float = 0.3  # share of a step for which one process held the others up
     max_unscored_share: float = 0.02  # of a teacher's tokens of a step; above it the run waits for the teacher
     teacher_wait_s: float = 3600.0  # how long; 0: fail at once
     score_cache_mib: float = 256.0  # scores of teachers behind a server that are kept
@@ -233,10 +225,12 @@ class Config:
     consistency: ConsistencyConfig = dataclasses.field(default_factory=ConsistencyConfig)
     selection: SelectionConfig = dataclasses.field(default_factory=SelectionConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
     evaluate: EvaluateConfig = dataclasses.field(default_factory=EvaluateConfig)
     study: StudyConfig = dataclasses.field(default_factory=StudyConfig)
     study_prefix: StudyPrefixConfig = dataclasses.field(default_factory=StudyPrefixConfig)
     deepspeed: DeepSpeedConfig = dataclasses.field(default_factory=DeepSpeedConfig)
+    placement: PlacementConfig = dataclasses.field(default_factory=PlacementConfig)
     seeds: list[int] = dataclasses.field(default_factory=lambda: [1])  # training seeds of `mopd demo`
 
 
@@ -246,7 +240,13 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = (), *, plays
     plays  False: for a command that can do without environments and teachers, whose domains then need none
     Raises ConfigError with every error found, each with its key.
     """
-    return load_as(Config, path, overrides, lambda config: semantic_errors(config, plays=plays))
+    def check(config: Config) -> list[str]:
+        errors = placement_errors(config)
+        if not errors:
+            apply_placement(config)
+        return errors + semantic_errors(config, plays=plays)
+
+    return load_as(Config, path, overrides, check)
 
 
 def load_as(kind: type, path: str | Path, overrides: typing.Sequence[str],
@@ -331,7 +331,9 @@ def semantic_errors(config: Config, *, plays: bool = True) -> list[str]:
         if name not in config.domains:
             errors.append(f"base.expert_shares.{name}: no such domain; there is {_names(config.domains)}")
     errors += range_errors(config)
-    errors += _base_errors(config.base)
+    errors += sampling_errors(config)
+    errors += domain_errors(config.domains)
+    errors += base_errors(config.base)
     train = config.train
     _file_name(errors, "train.name", train.name)
     for key in ("prefix_fraction", "teacher_prefix_share", "demonstration_fraction", "max_infra_failure_share"):
@@ -366,6 +368,7 @@ def semantic_errors(config: Config, *, plays: bool = True) -> list[str]:
     if train.balance == "fixed" and train.balance_weights and not any(train.balance_weights.values()):
         errors.append("train.balance_weights: all are 0, so no domain would be trained")
     one_of(errors, "train.domain_schedule", train.domain_schedule, ("static", "adaptive"))
+    one_of(errors, "train.keep_best", train.keep_best, ("", "reverse_kl", "success", "reward"))
     one_of(errors, "train.balance", train.balance, ("none", "fixed", "normalised"))
     one_of(errors, "evaluate.split", config.evaluate.split, ("train", "development", "test"))
     for key, optimizer in (("base", config.base.optimizer), ("sft", config.sft.optimizer), ("train", train.optimizer),
@@ -384,15 +387,12 @@ def semantic_errors(config: Config, *, plays: bool = True) -> list[str]:
     for name in config.selection.quotas:
         if name not in config.domains:
             errors.append(f"selection.quotas.{name}: no such domain; there is {_names(config.domains)}")
-    if config.deepspeed.autoep_size and config.deepspeed.zero_stage == 0:
-        errors.append("deepspeed.autoep_size: spread experts need deepspeed.zero_stage 1, 2 or 3")
-    if config.deepspeed.zero_stage not in (0, 1, 2, 3):
-        errors.append(f"deepspeed.zero_stage: {config.deepspeed.zero_stage} is not one of 0, 1, 2, 3")
-    one_of(errors, "deepspeed.dtype", config.deepspeed.dtype, ("float32", "bfloat16"))
+    errors += deepspeed_errors(config.deepspeed)
     one_of(errors, "student.attention", config.student.attention, ("auto", "sdpa", "eager", "flex_attention"))
-    if config.deepspeed.logits_mib <= 0:
-        errors.append(f"deepspeed.logits_mib: {config.deepspeed.logits_mib} must be positive")
     one_of(errors, "train.prefix_gradient", train.prefix_gradient, ("full", "none"))
+    if train.routing_replay and config.student.attention == "flex_attention":
+        errors.append("train.routing_replay: routes travel with sdpa and eager attention, not with student.attention="
+                      "flex_attention; set auto")
     n = len(config.domains)
     if train.domain_schedule == "adaptive" and n > 1:  # the share of a single domain never moves
         if train.adaptive_minimum * n > 1 or train.adaptive_maximum * n < 1:
@@ -432,21 +432,6 @@ def _alpha_errors(config: Config) -> list[str]:
     if config.domains and not any(stream_shares(config, name)["rollout"] > 0 for name in config.domains):
         errors.append(f"{key}: {alpha} would do nothing: no domain has rollouts, and fresh turns have no outcome; take "
                       "train.prefix_fraction below 1, or alpha=0")
-    return errors
-
-
-def _base_errors(base: BaseConfig) -> list[str]:
-    errors = [f"base.{key}: must be at least 1" for key in ("hidden", "layers", "heads", "kv_heads", "experts",
-                                                            "experts_per_token", "expert_intermediate", "steps",
-                                                            "rows_per_step") if getattr(base, key) < 1]
-    if errors:
-        return errors
-    if base.hidden % (2 * base.heads):
-        errors.append(f"base.hidden: {base.hidden} is not a multiple of 2 × base.heads = {2 * base.heads}")
-    if base.heads % base.kv_heads:
-        errors.append(f"base.heads: {base.heads} is not a multiple of base.kv_heads = {base.kv_heads}")
-    if base.experts_per_token > base.experts:
-        errors.append(f"base.experts_per_token: {base.experts_per_token} is more than base.experts = {base.experts}")
     return errors
 
 
@@ -572,7 +557,8 @@ def _message(path: Any, errors: list[str]) -> str:
     return f"{path}: {len(errors)} error(s) in the configuration:\n" + "\n".join(f"  {e}" for e in errors)
 
 
-def learner_config(optimizer: OptimizerConfig, config: Config, *, log_file: str = "", prefix_gradient: str = "full"):
+def learner_config(optimizer: OptimizerConfig, config: Config, *, log_file: str = "", prefix_gradient: str = "full",
+                   routing_replay: bool = False):
     """The learner's own config for one kind of training (imports torch)."""
     from mopd.learner.engine import LearnerConfig
 
@@ -583,5 +569,7 @@ def learner_config(optimizer: OptimizerConfig, config: Config, *, log_file: str 
         zero_stage=config.deepspeed.zero_stage, dtype=config.deepspeed.dtype, freeze_router=config.student.freeze_router,
         seed=config.seed, gradient_checkpointing=config.deepspeed.gradient_checkpointing,
         autoep_size=config.deepspeed.autoep_size, autoep_preset=config.deepspeed.autoep_preset,
-        prefix_gradient=prefix_gradient, logits_mib=config.deepspeed.logits_mib, deepspeed=config.deepspeed.raw,
-        log_file=log_file)
+        split_on_imbalance=config.deepspeed.split_on_imbalance,
+        offload_optimizer=config.deepspeed.offload_optimizer, offload_parameters=config.deepspeed.offload_parameters,
+        prefix_gradient=prefix_gradient, routing_replay=routing_replay, logits_mib=config.deepspeed.logits_mib,
+        deepspeed=config.deepspeed.raw, log_file=log_file)

@@ -56,7 +56,7 @@ def teacher_errors(name: str, teacher: TeacherConfig) -> list[str]:
         errors.append(f"{key}.urls: missing; name the address of one server or several, such as [http://127.0.0.1:8000] "
                       "(`mopd teacher serve` starts one)")
     for number, url in enumerate(teacher.urls):
-        errors += _url_errors(f"{key}.urls[{number}]", url)
+        errors += url_errors(f"{key}.urls[{number}]", url)
     if len(set(teacher.urls)) < len(teacher.urls):
         errors.append(f"{key}.urls: an address stands there twice; name every server once")
     defaults = TeacherConfig()
@@ -83,7 +83,8 @@ def teacher_errors(name: str, teacher: TeacherConfig) -> list[str]:
     return errors
 
 
-def _url_errors(key: str, url: str) -> list[str]:
+def url_errors(key: str, url: str) -> list[str]:
+    """What is wrong with the address of a server that stands at `key`."""
     try:
         parts = urlsplit(url)
         wrong = parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment

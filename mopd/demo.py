@@ -15,6 +15,8 @@ from pathlib import Path
 from rich.console import Console
 
 from mopd.config import Config, ConfigError, DomainConfig, load_config
+from mopd.config_domains import played_otherwise
+from mopd.config_sampling import sampling_identity
 from mopd.pipeline import Job, Pipeline
 from mopd.progress import human_seconds
 
@@ -128,7 +130,7 @@ class Stages:
         teachers = self._teacher_models()
         if all(map(self._inside, teachers)):
             jobs.append(Job("average", "Baseline: the parameter average of the teachers.",
-                            ["average", *teachers, "--out", str(self.run / "parameter_average")],
+                            ["export", "--average", *teachers, "--out", str(self.run / "parameter_average")],
                             [self.run / "parameter_average" / "config.json"], seconds=SECONDS["start"],
                             needs=[job.name for job in self._teachers()]))
         return jobs
@@ -272,7 +274,8 @@ class Stages:
 def student_reads(config: Config) -> list:
     """What a MOPD² run of this config depends on beside its seed and the stages before it, as JSON values."""
     parts = [_plain(getattr(config, part)) for part in ("train", "selection", "student", "deepspeed", "teachers")]
-    return parts + [{n: [_play(d), d.share, d.prefix_fraction, d.resume_turns, d.teacher_weights, d.teacher_mixture]
+    return parts + [sampling_identity(config.sampling),
+                    {n: [_play(d), d.share, d.prefix_fraction, d.resume_turns, d.teacher_weights, d.teacher_mixture]
                      for n, d in config.domains.items()}]
 
 
@@ -284,8 +287,9 @@ def evaluation_reads(config: Config, domains: list[str]) -> list:
 
 def _play(domain: DomainConfig) -> dict:
     """What decides how an episode of a domain goes (not how many are played, nor how fast)."""
-    return {key: getattr(domain, key) for key in ("environment", "options", "system_prompt", "teacher", "max_turns",
-                                                  "max_turn_tokens", "max_context_tokens")}
+    found = {key: getattr(domain, key) for key in ("environment", "options", "system_prompt", "teacher", "max_turns",
+                                                   "max_turn_tokens", "max_context_tokens")}
+    return found | played_otherwise(domain)
 
 
 def _plain(part) -> dict:

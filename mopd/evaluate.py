@@ -46,7 +46,7 @@ def evaluate_models(config: Config, models: dict[str, str], domains: list[str], 
                     engines[model] = (HFEngine(load_model(folder, trust_remote_code=trusted),
                                                max_batch=config.evaluate.batch), ChatRenderer(tokenizer))
                 engine, renderer = engines[model]
-                played = play_tasks(engine, domain.pool, name, tasks[name], renderer, domain.harness,
+                played = play_tasks(engine, domain.pool, name, tasks[name], renderer, domain.harnesses,
                                     temperature=config.evaluate.temperature, seed=config.seed,
                                     progress=lambda n, base=done, m=model: progress.update(base + n, m))
                 done += len(tasks[name])
@@ -78,9 +78,16 @@ def _record(model: str, domain: str, config: Config, played) -> dict:
     return clean({
         "model": model, "domain": domain, "split": config.evaluate.split, "temperature": config.evaluate.temperature,
         "score": wins / len(counted) if counted else None, "n": len(counted), "low": low, "high": high,
-        "failures": len(played) - len(counted),
+        "failures": len(played) - len(counted), **_by_harness(counted),
         "episodes": [{"task": f"{p.task.name}:{p.task.seed}", "score": p.score, "success": p.success, "turns": p.turns,
-                      "failure": p.failure} for p in played]})
+                      "failure": p.failure} | ({"harness": p.harness} if p.harness else {}) for p in played]})
+
+
+def _by_harness(counted) -> dict:
+    """{"harnesses": {name: {"score", "n"}}} where a domain has several; nothing else."""
+    parts = {name: [p for p in counted if p.harness == name] for name in sorted({p.harness for p in counted if p.harness})}
+    return {"harnesses": {name: {"score": sum(p.success for p in part) / len(part), "n": len(part)}
+                          for name, part in parts.items()}} if parts else {}
 
 
 def _write(path: Path, record: dict) -> None:

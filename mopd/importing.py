@@ -61,6 +61,7 @@ def run_import(
     as_json: bool = False,
     storage_options: Mapping[str, str] | None = None,
     trust_remote_code: bool = False,
+    thinking: bool | None = None,
 ) -> int:
     """Import files and folders into a store, which is made if it is not there and a row is taken; print what became of
     the rows.
@@ -69,13 +70,14 @@ def run_import(
     report     file for every row that was not taken, as JSON (on the screen are the first ten of each reason)
     strict     commit nothing if any row is refused
     trust_remote_code  let Python code that comes with `model`'s tokenizer run
+    thinking   what the chat template is told as `enable_thinking`; None: nothing
     Other arguments are those of `prefix_store.importers.ImportOptions`. Returns the exit status: 0 if something went in
     (or was there already), 1 if nothing did. Raises WrongImport for no files, a file that is not there, or no model where
     one is needed, or a report that cannot be written; UnknownFormat, ImportFailed, ForeignFingerprint, StoreError.
     """
     from mopd.sampling.rendering import transcript_messages
     from prefix_store import PrefixStore
-    from prefix_store.importers import import_into
+    from prefix_store.importers import ImportFailed, import_into
     from prefix_store.importers.reading import files_of
     from prefix_store.importers.run import formats_of
     from prefix_store.store import StoreNotFound, check_fingerprint
@@ -85,13 +87,21 @@ def run_import(
     for path in files:
         if not Path(path).exists():
             raise WrongImport(f"{path}: no such file or folder")
-    found = {name for path in files for name in formats_of(path, format)}
+    found: set[str] = set()
+    for path in files:
+        try:
+            found |= set(formats_of(path, format))
+        except ImportFailed:  # beside others it is counted, and they are imported
+            if len(files) == 1:
+                raise
     if model is None and found != {"prefix_store"}:
         raise WrongImport(f"the rows ({', '.join(sorted(found))}) have to be rendered: name a folder with tokenizer and chat "
                           "template with --model")
     if report is not None:
         _check_report(report)
     renderer = None if model is None else open_renderer(model, trust_remote_code=trust_remote_code)
+    if renderer is not None and thinking is not None:
+        renderer = renderer.variant({"enable_thinking": thinking})
     total = sum(file.stat().st_size for path in files for file in files_of(path))
     bar = Progress("import, MB", total / MEGABYTE) if total >= BIG else None
     progress = (lambda done, _: bar.update(done / MEGABYTE)) if bar else None
@@ -166,11 +176,17 @@ def import_from_config(config: Config, files: Sequence[str | Path], domain: str 
     """`run_import` with the store, student and each domain's `max_context_tokens` of a configuration, as far as they are
     not given. Returns the exit status."""
     from mopd.config import ConfigError
+    from mopd.config_domains import thinking_of, words_of
 
     if not files:
         raise ConfigError("no file to import: name at least one with --file")
     if domain is not None and domain not in config.domains:
         raise ConfigError(f"--domain {domain}: the config has the domains {', '.join(config.domains)}")
     limits = max_tokens or {name: part.max_context_tokens for name, part in config.domains.items()}
+    rendered = config.domains if domain is None else {domain: config.domains[domain]}
+    try:
+        options = {"thinking": thinking_of(rendered), "messages_of": words_of(config.domains)} | options
+    except ValueError as error:
+        raise ConfigError(f"domains: {error}") from None
     return run_import(files, store or config.store, model or config.student.model, domain=domain, max_tokens=limits,
                       trust_remote_code=model is None and config.student.trust_remote_code, **options)

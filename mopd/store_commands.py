@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -132,8 +133,12 @@ def export(store: Location, out: Annotated[str, typer.Argument(help="File to wri
     from mopd import exporting
 
     with open_store(store, version=version, options=storage_option) as opened:
-        done = exporting.export(opened, out, form=form, model=model, domains=domain or (), sources=source or (),
-                                success=success)
+        try:
+            done = exporting.export(opened, out, form=form, model=model, domains=domain or (), sources=source or (),
+                                    success=success)
+        except exporting.ReaderGone as gone:
+            console.print(f"{gone}", soft_wrap=True)
+            raise typer.Exit(128 + signal.SIGPIPE) from None  # the status of any program that its reader left
     if as_json and out != "-":
         print(json.dumps(done))
         return

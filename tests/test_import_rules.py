@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ASSEMBLIES = {"run.py", "cli.py", "evaluate.py", "check.py", "selftest.py"}
+ASSEMBLIES = {"run.py", "run_parts.py", "cli.py", "evaluate.py", "check.py", "selftest.py"}
 
 
 def imported(path: Path) -> set[str]:

@@ -96,8 +96,7 @@ def test_no_resume_starts_anew(tiny_run, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         train(config, resume=False)
     assert [r["step"] for r in records(student(tmp_path))] == [0, 1] and records(student(tmp_path)) == first
-    with pytest.raises(KeyboardInterrupt):
-        train(config)
+    train(config)  # two more steps
     assert [r["step"] for r in records(student(tmp_path))] == [0, 1, 2, 3], "with resume it goes on from step 2"
 
 

@@ -18,7 +18,8 @@ import pytest
 from mopd.config import load_config
 from mopd.learner.checkpoint import checkpoints
 from mopd.ranks import RankFailed, RanksDiffer, leave
-from mopd.run import build_engine, train
+from mopd.run import train
+from mopd.run_parts import build_engine
 from mopd.sampling.streams import Streams
 from tests.tiny_run import mopd, same_weights, start_mopd, torchrun
 
@@ -239,7 +240,7 @@ def test_experts_need_as_many_ranks(tiny_run, tmp_path):
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_where_weights_are_split_the_sampling_copy_has_the_configured_attention(tiny_run, attention, monkeypatch):
     """Under ZeRO-3 the engine reads a second model, against whose own attention it checks the one that it samples with."""
-    monkeypatch.setattr("mopd.run.HFEngine", lambda model, **_: model)
+    monkeypatch.setattr("mopd.sampling.hf.HFEngine", lambda model, **_: model)
     config = tiny_run.config(f"student.attention={attention}")
     model = build_engine(config, types.SimpleNamespace(whole=False, model=None))
     assert model.config._attn_implementation == attention

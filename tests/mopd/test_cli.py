@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import errno
 import json
+import subprocess
+import sys
 
 import pytest
 
 from mopd import cli
 from mopd.learner.model import TinyMoEConfig, new_tiny_moe, save_model
 from prefix_store import PrefixStore
-from tests.tiny_run import mopd
+from tests.tiny_run import environment, mopd
 
 
 @pytest.fixture
@@ -65,14 +67,16 @@ def test_a_wrong_config_is_2_and_says_everything_once(run, tiny_run):
     (["report", "/no/where"], "no such run folder"),
     (["store", "info", "/no/where"], "/no/where does not exist"),
     (["store", "show", "/no/where", "abc"], "/no/where does not exist"),
-    (["average", "/no/where", "--out", "/tmp/x"], "no model folder at /no/where"),
+    (["average", "/no/where", "/nor/here", "--out", "x"], "/no/where is no Hugging Face folder"),
     (["train", "{config}", "--resume", "maybe"], "--resume maybe: auto goes on"),
     (["train", "{config}", "--resume", "never", "--rollback", "2"], "leave one of them out"),
     (["export", "/no/where", "--out", "x"], "no student has been trained here"),
     (["export", "{base}", "{other}", "--out", "x"], "say --average or --interpolate"),
     (["export", "{base}", "--interpolate", "--out", "x"], "takes two models, not 1"),
     (["export", "{base}", "{other}", "--average", "--out", "x"], "config.json differs in"),
-    (["average", "{base}", "{other}", "--out", "x"], "has other parameters than"),
+    (["average", "{base}", "{other}", "--out", "x"], "config.json differs in"),
+    (["export", "{base}", "--best", "--step", "3", "--out", "x"], "--step and --best are two checkpoints"),
+    (["export", "{base}", "{base}", "--average", "--best", "--out", "x"], "--best belongs to a run's folder"),
 ])
 def test_what_cannot_be_is_2_and_one_message(run, tiny_run, wider, command, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -104,6 +108,17 @@ def test_store_commands(run, tiny_run):
     assert "25 sequences" in run("store", "info", store)[1]
     assert run("store", "verify", store)[0] == 0
     assert json.loads(run("store", "verify", store, "--json")[1]) == {"sequences": 25, "problems": []}
+
+
+def test_an_export_whose_reader_is_gone_says_so(tiny_run):
+    """As under `mopd store export STORE - | head`; the shell's own tools end with this status too."""
+    process = subprocess.Popen([sys.executable, "-m", "mopd.cli", "store", "export", str(tiny_run.folder / "store"), "-"],
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+    process.stdout.close()
+    said = process.stderr.read()
+    assert process.wait(60) == 141 and "Traceback" not in said
+    assert "standard output was closed by its reader after" in said and "of 25 sequences" in said
+    process.stderr.close()
 
 
 def test_import_with_a_configuration(run, tiny_run, tmp_path):

@@ -15,10 +15,11 @@ from mopd.check import check_launch, open_launch
 from mopd.config import ConfigError
 from mopd.domains import open_domains
 from mopd.learner.model import load_model
-from mopd.run import TooManyFailures, refuse_failures, train
+from mopd.run import train
 from mopd.sampling import streams
 from mopd.sampling.agent_loop import EpisodeSpec, play_episodes
 from mopd.sampling.demo_tokenizer import train_tokenizer
+from mopd.sampling.failures import TooManyFailures, refuse_failures
 from mopd.sampling.hf import HFEngine
 from mopd.sampling.rendering import ChatRenderer
 from mopd.sampling.streams import StepSamples
@@ -31,7 +32,8 @@ def errors(tiny_run, tmp_path, monkeypatch):
     """errors(overrides…) → what `train` says, one entry per error; nothing was loaded, played or written."""
     def refuse(*_, **__):
         raise AssertionError("work was begun although the config is wrong")
-    for name in ("mopd.run.load_model", "teachers.registry.load_model", "mopd.run.HFEngine", "mopd.run.Learner"):
+    for name in ("mopd.run_parts.load_model", "teachers.registry.load_model", "mopd.run_parts.HFEngine",
+                 "mopd.run_parts.Learner"):
         monkeypatch.setattr(name, refuse)
 
     def call(*overrides):
@@ -168,7 +170,7 @@ def test_each_wrong_value_is_one_error_with_its_key(errors, override, key, words
 def test_all_errors_at_once(errors, foreign):
     found = errors("train.objective=nope", "selection.draw=twice", "domains.game.environment=nope",
                    f"teachers.game.model={foreign}", "train.aggregation=nope")
-    assert [e.split(":")[0] for e in found] == ["teachers", "train.objective", "train.aggregation", "selection",
+    assert [e.split(":")[0] for e in found] == ["train.objective", "teachers", "train.aggregation", "selection",
                                                 "domains.game.environment"]
 
 

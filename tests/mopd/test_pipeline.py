@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 
 from mopd.config import Config, load_config
+from mopd.config_sampling import WITHOUT_EFFECT
 from mopd.demo import Stages, run_demo
 from mopd.pipeline import Job, JobFailed, Pipeline
 from tests.tiny_run import REPOSITORY, environment
@@ -304,7 +305,10 @@ def test_one_domains_demonstrations_leave_the_others_alone(stages):
 def test_every_key_of_the_config_is_accounted_for(tmp_path, monkeypatch):
     """A key that no stage's record holds would leave an old result in place of a new one."""
     idle = {"run", "store", "threads", "seeds", "evaluate.out", "domains.*.environments", "domains.*.workers",
+            "domains.*.worker_processes", "domains.*.step_timeout_s", "domains.*.reset_timeout_s", "domains.*.recycle_after",
+            "domains.*.worker_memory_mib",
             "consistency.points", "consistency.threshold"}  # what a launch says of its teachers changes nothing
+    idle |= {f"sampling.{key}" for key in WITHOUT_EFFECT}
     config = load_config(DEMO, [f"run={tmp_path}"])
     monkeypatch.setattr("mopd.demo.load_config", lambda path, overrides: config)
 
@@ -317,7 +321,7 @@ def test_every_key_of_the_config_is_accounted_for(tmp_path, monkeypatch):
     before, missed, tried = made(), [], 0
     for owner, key, path in leaves(config):
         general = ".".join("*" if number == 1 and path[0] == "domains" else part for number, part in enumerate(path))
-        sections = ("study", "study_prefix", "teachers")
+        sections = ("study", "study_prefix", "teachers", "placement")  # the last says where things are computed
         if general in idle or path[0] in sections or general in ("student.model", "domains.*.teacher"):
             continue
         get, put = (dict.get, dict.__setitem__) if isinstance(owner, dict) else (getattr, setattr)

@@ -294,6 +294,21 @@ def test_page_is_one_sound_file_without_outside_addresses(tmp_path):
     assert write_report(run).read_text() == text
 
 
+def test_a_run_that_sampled_ahead_shows_who_waited_and_how_old_its_tokens_were(tmp_path):
+    folder = make_run(tmp_path / "run", steps=4)
+    assert "Age of the tokens" not in (write_report(folder), (folder / "report.html").read_text())[1]
+    path = folder / "students" / "student_mixed" / "seed-1" / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    for record in records:
+        record["seconds"] |= {"idle": 0.2, "total": 1.0}
+        record["sampling"] = {"busy_share": 0.7, "staleness_mean": 1.0, "staleness_max": 2, "dropped": {"stale": 1}}
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_report(folder)
+    page = (folder / "report.html").read_text()
+    assert "Age of the tokens" in page and f"groups dropped: {len(records)} stale" in page
+    assert "Training and sampling beside each other" in page
+
+
 def test_foreign_text_is_escaped(tmp_path):
     run = make_run(tmp_path / "r", steps=2, scale=0.05)
     bad = '<script>alert("1")</script><img src=x>'
