@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import dataclasses
 import faulthandler
+import multiprocessing
 import os
 import queue
 import signal
@@ -135,6 +136,9 @@ def main(connection: Connection, spec: SamplerSpec, parent: int, mark: str) -> N
         # A job that is asked to end finishes its step, for which it needs its samplers; the parent ends them. (A handler,
         # since processes that are started here would inherit that a signal is ignored.)
         signal.signal(number, _wait_for_the_parent)
+    # As in a process that was not spawned: the locks that libraries make (numcodecs, tqdm) are then without a name, and a
+    # process that is killed leaves none behind.
+    multiprocessing.set_start_method("fork", force=True)
     _print_to(spec.log)
     _Sampler(connection, spec, parent).run()
 
@@ -211,10 +215,6 @@ class _Sampler:
         store = self._open_store(parts)
         self._say("importing libraries")
         import torch
-        import tqdm
-
-        # Its own lock is a semaphore of the system, which a process that is killed leaves behind.
-        tqdm.tqdm.set_lock(threading.RLock())
 
         from mopd.learner.model import check_model_source
         from mopd.sampling.engines import make_engine
