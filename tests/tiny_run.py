@@ -118,11 +118,21 @@ def environment(**changes: str) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": path, "COLUMNS": "200"} | changes
 
 
+TOGETHER = """
+import os, sys, torch
+if torch.distributed.is_initialized():
+    torch.distributed.barrier()
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0)  # on a busy machine gloo's threads may still run when an interpreter takes itself apart, which aborts it
+"""
+
+
 def torchrun(code: str, place: Path, *, timeout: float, processes: int = 2, **changes: str) -> subprocess.CompletedProcess:
     """Run `code` on several processes that torchrun starts, as a script in `place`; a failure fails the test with what
     they said."""
     script = Path(place) / "ranks.py"
-    script.write_text(code)
+    script.write_text(code + TOGETHER)
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}",
                            str(script)], env=environment(**changes), cwd=REPOSITORY, capture_output=True, text=True,
                           timeout=timeout)
