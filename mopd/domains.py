@@ -35,10 +35,16 @@ class Domain:
         self._tasks: dict[str, list[Task]] = {}
         self._replayer: Replayer | None = None
 
-    @property
-    def workers(self) -> dict[str, int]:
-        """What became of the worker processes so far (see WorkerFamily.counts); empty where there are none."""
-        return dict(self.family.counts) if isinstance(self.family, WorkerFamily) else {}
+    def counts(self) -> dict[str, dict[str, int]]:
+        """What happened to its environments so far: `failures` by category (those that a second try mended among them), and
+        where there are worker processes `workers`, what became of them (WorkerFamily.counts), and where its Java runs in
+        this process `java`: how many were started."""
+        found = {"failures": dict(self.pool.stats.failures)}
+        if isinstance(self.family, WorkerFamily):
+            found["workers"] = dict(self.family.counts)
+        elif starts := getattr(self.family, "java_starts", 0):
+            found["java"] = {"started": starts}
+        return found
 
     @property
     def harness(self) -> Harness:

@@ -13,10 +13,10 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+from mopd.addresses import loopback
 from mopd.config_placement import addresses, fleets, machines, ports
 
 BY = ("torchrun", "deepspeed")
@@ -73,10 +73,7 @@ def machine_count(place: Any) -> int:
 
 def is_here(host: str) -> bool:
     """Whether commands for this host run on this machine: localhost, or a loopback address."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host in ("localhost", os.uname().nodename)
+    return loopback(host) or host == os.uname().nodename
 
 
 def carried() -> dict[str, str]:

@@ -163,8 +163,7 @@ def _loop(config: Config, launch: Launch, folder: Path, checkpoints: Path, ranks
             processes = ranks.gather({
                 "cpu": time.process_time() - cpu, "cpu_sampling": sampled, "asked": stop.asked,
                 "waited": waited + ranks.take_waited() + learner.waited,
-                "failures": {name: dict(domain.pool.stats.failures) for name, domain in launch.domains.items()},
-                "workers": {name: domain.workers for name, domain in launch.domains.items()}})
+                "counts": source.counts()})
             add_processes(record, processes, report.metrics, config.train.straggler_alert)
             score.observe(record)
             stopping = max(part["asked"] for part in processes)  # all ranks agree

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mopd.config import stream_shares
+from mopd.counts import summed
 from mopd.learner.packing import pack
 from mopd.losses.objectives import label_logprob
 from mopd.rank_watch import straggling
@@ -110,22 +110,22 @@ def _by_harness(episodes: list) -> dict[str, Any]:
 
 def add_processes(record: dict[str, Any], parts: list[dict[str, Any]], metrics: dict[str, Any], limit: float) -> None:
     """Put into a step's record what only the processes themselves know, summed over them: `cpu` seconds of the step, and
-    `failures` of environments so far by domain and category (those that a second try mended among them); and what became of
-    environments' worker processes so far, where a domain has some. Of several also `ranks`: how long each waited for the
-    others (mopd/rank_watch.py), with an alert in `metrics` where one held the others up for more than `limit` of the step."""
+    `counts` of what went wrong in sampling since the start (see mopd.sources.Source.counts). Of several also `ranks`: how
+    long each waited for the others (mopd/rank_watch.py), with an alert in `metrics` where one held the others up for more
+    than `limit` of the step."""
     for name in ("cpu", "cpu_sampling"):  # of these processes, not of samplers; and of it that until the samples were there
         record["seconds"][name] = sum(part[name] for part in parts)
     if len(parts) > 1:
         record["ranks"], alert = straggling([part["waited"] for part in parts], record["seconds"]["total"], limit)
         if alert:
             metrics.setdefault("alerts", []).append(alert)
-    for name in record["domains"]:
-        total: Counter[str] = Counter()
-        for part in parts:
-            total.update(part["failures"].get(name, {}))
-        record["domains"][name]["environment_failures"] = dict(total)
-        if workers := sum((Counter(part.get("workers", {}).get(name, {})) for part in parts), Counter()):
-            record["domains"][name]["workers"] = dict(workers)
+    counts = summed(part["counts"] for part in parts)
+    for name, numbers in record["domains"].items():
+        found = counts.get("environments", {}).get(name, {})
+        numbers["environment_failures"] = found.get("failures", {})
+        numbers |= {what: found[what] for what in ("workers", "java") if found.get(what)}
+    record["sampling"] |= {name: found for name, found in (("engine_faults", counts.get("engine")),
+                                                           ("again", counts.get("again"))) if found}
 
 
 class NothingScored(RuntimeError):

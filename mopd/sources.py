@@ -23,6 +23,7 @@ from mopd.rows import Row
 from mopd.sampling.advantages import GroupAdvantage
 from mopd.sampling.assemble import Assembly
 from mopd.sampling.coordinator import Coordinator
+from mopd.sampling.engines import engine_faults
 from mopd.sampling.failures import FailureLimit, refuse_failures
 from mopd.sampling.point_draws import PointDraws
 from mopd.sampling.sampler import Sampler, SamplerSpec
@@ -65,6 +66,10 @@ class Source(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """As JSON values, after `trained` or `put_back`; the same on every rank or None where rank 0 alone knows."""
+
+    def counts(self) -> dict[str, Any]:
+        """What went wrong so far while this process, or samplers of its, sampled, also where another try mended it:
+        `environments` {domain: see Domain.counts}, `engine` {reason: number}, `again` {what was done again: number}."""
 
     def summary(self) -> str:
         """What was sampled so far, in words."""
@@ -138,6 +143,10 @@ class OnPolicy:
 
     def state_dict(self) -> dict[str, Any]:
         return {"schedule": self.schedule.state_dict(), "streams": self.streams.state_dict(), "plan": self.plan.to_json()}
+
+    def counts(self) -> dict[str, Any]:
+        return {"environments": {name: domain.counts() for name, domain in self.streams.domains.items()},
+                "engine": engine_faults(getattr(self.streams.engine, "stats", {}))}
 
     def summary(self) -> str:
         return self.streams.summary()
@@ -246,6 +255,9 @@ class Ahead:
 
     def state_dict(self) -> dict[str, Any]:
         return {"coordinator": self.coordinator.state_dict() if self.ranks.first else None, "totals": dict(self.totals)}
+
+    def counts(self) -> dict[str, Any]:
+        return self.coordinator.samplers.counts() if self.ranks.first else {}
 
     def summary(self) -> str:
         return self.coordinator.summary()

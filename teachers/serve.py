@@ -18,10 +18,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from mopd.addresses import loopback
 from mopd.progress import Progress, human_seconds
 from mopd.sampling import vllm_presence
 from mopd.sampling.vllm_presence import vllm_environment, vllm_runs_on_cpu
@@ -132,13 +132,6 @@ def check_port(host: str, port: int) -> None:
         except OSError as error:
             raise TeacherError(f"nothing can listen at {host}:{port} ({error.strerror}); is another server running there? "
                                "Take another --port") from error
-
-
-def is_local(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class ServerFailed(RuntimeError):
@@ -309,7 +302,7 @@ def serve(options: ServeOptions, *, as_json: bool = False) -> int:
     from mopd.learner.model import check_model_source
 
     check_model_source(options.model)
-    if not is_local(options.host):
+    if not loopback(options.host):
         print(f"warning: {options.host} is more than this machine: whoever reaches the port can use the model"
               + ("" if options.api_key_env else "; name a key with --api-key-env")
               + ". A key guards only paths under /v1 and /inference; put a firewall or a proxy before the rest "

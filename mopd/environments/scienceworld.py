@@ -103,6 +103,11 @@ class ScienceWorldFamily:
         """The first Java process."""
         return self._machines[0]
 
+    @property
+    def java_starts(self) -> int:
+        """How often a Java process was started, over all of them: starts beyond one of each follow an end."""
+        return sum(machine.generation for machine in self._machines)
+
     def tasks(self, split: str) -> list[Task]:
         if split not in SPLITS:
             raise ValueError(f"unknown split {split!r}; splits are {', '.join(SPLITS)}")

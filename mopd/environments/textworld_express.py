@@ -60,6 +60,11 @@ class TextWorldExpressFamily:
         self.java = JavaMachine(self.name, JAR_PATH, timeout_s=timeout_s, heap_mb=512)
         self._checked = False
 
+    @property
+    def java_starts(self) -> int:
+        """How often a Java process was started: more than one was ended, or ended by itself."""
+        return self.java.generation
+
     def tasks(self, split: str) -> list[Task]:
         if split not in SPLITS:
             raise ValueError(f"unknown split {split!r}; splits are {', '.join(SPLITS)}")

@@ -10,10 +10,8 @@ import contextlib
 import dataclasses
 import faulthandler
 import os
-import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mopd.environments.base import EnvironmentFailure
+from mopd.processes import kill_session
 
 THREADS = 256
 # calls at a time; each environment is asked one thing at a time, so this bounds the environments that are busy together
@@ -188,36 +187,3 @@ def memory_mib(process: int) -> float:
             for children in Path(f"/proc/{one}/task").glob("*/children"):
                 left += [int(child) for child in children.read_text().split()]
     return total / 2**20
-
-
-def kill_session(leader: int, *, spare: int = 0) -> None:
-    """SIGKILL to every process of the session that `leader` began (Java and what else a worker started, whatever process
-    group it put itself into) but `spare`. Where the system has no /proc, to the leader's own process group."""
-    if not Path("/proc/self/stat").exists():
-        if not spare:
-            with contextlib.suppress(OSError):
-                os.killpg(leader, signal.SIGKILL)
-        return
-    for _ in range(20):  # what is killed may be starting another at this moment
-        found = [process for process in _session(leader) if process != spare]
-        if not found:
-            return
-        for process in found:
-            with contextlib.suppress(OSError):
-                os.kill(process, signal.SIGKILL)
-        time.sleep(0.01)
-
-
-def _session(leader: int) -> list[int]:
-    """The living processes of a session, its leader among them."""
-    found = []
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdigit():
-            continue
-        try:
-            fields = Path(entry.path, "stat").read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == leader and fields[0] not in "ZX":
-            found.append(int(entry.name))
-    return found

@@ -26,7 +26,8 @@ from typing import Any
 
 from mopd.environments.base import EnvironmentFailure, Observation, Task
 from mopd.environments.registry import EnvironmentConfigError
-from mopd.environments.worker_process import Answer, Begin, Call, Description, Trouble, kill_session
+from mopd.environments.worker_process import Answer, Begin, Call, Description, Trouble
+from mopd.processes import kill_session
 
 CLOSE_S = 5.0
 # seconds that a worker has to end its environments before it is killed

@@ -12,11 +12,12 @@ StreamingEngine (mopd/sampling/base.py) that may have besides
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from mopd.config_engine import ENGINES, longest_context
+from mopd.counts import summed
 from mopd.sampling.base import SamplingOptions, StreamingEngine
 
 
@@ -114,6 +115,13 @@ def check_engine(engine: Any, name: str) -> StreamingEngine:
         raise ValueError(f"sampling.engine: '{name}' made a {type(engine).__name__}, which lacks {', '.join(lacks)} of a "
                          "StreamingEngine (mopd/sampling/base.py)")
     return engine
+
+
+def engine_faults(stats: Mapping[str, Any]) -> dict[str, int]:
+    """Reason → how often an engine met it, also where another try mended it, of its `stats`: `faults` of servers, and
+    `troubles`, turns that were not written."""
+    faults, troubles = dict(stats.get("faults", {})), dict(stats.get("troubles", {}))  # other threads go on counting
+    return summed([faults, {f"turns not written: {reason}": number for reason, number in troubles.items()}])
 
 
 def student_config(config: Any, source: str = "") -> Any:

@@ -25,9 +25,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mopd.processes import kill_marked
 from mopd.progress import human_seconds
 from mopd.sampling import sampler_process
-from mopd.sampling.sampler_process import Beat, Cancel, End, Give, Hello, SamplerSpec, Told, Trouble, Weights, kill_marked
+from mopd.sampling.sampler_process import MARK, Beat, Cancel, End, Give, Hello, SamplerSpec, Told, Trouble, Weights
 from mopd.sampling.work import Done, GaveUp, Lost, News, Ready, TookWeights, Work
 
 __all__ = ["Sampler", "SamplerFault", "SamplerSpec", "wait_ready"]
@@ -64,7 +65,7 @@ class Sampler:
     doing                     what it does, in words
     version                   of the weights that it has
     stats                     as of its last word (every second): numbers of its engine, `counts` of what was tried again,
-                              `environment_failures` by domain and category, `engine_trouble` (see ContinuousLoop)
+                              `environments` by domain (Domain.counts), `engine_trouble` (see ContinuousLoop)
     busy_seconds              time in which turns were under way
     in_flight, works          what was given and has not ended
     """
@@ -208,7 +209,7 @@ class Sampler:
                 os.killpg(process.pid, signal.SIGKILL)
             with contextlib.suppress(OSError, ValueError):
                 process.kill()
-        kill_marked(self._mark)
+        kill_marked(MARK, self._mark)
 
     def _look(self) -> None:
         """Whether it still lives; one that hangs writes down where, and is killed."""
@@ -254,7 +255,7 @@ class Sampler:
                 self._look()
         finally:
             self._process.join()
-            kill_marked(self._mark)
+            kill_marked(MARK, self._mark)
             self._outbox.put(None)
             ours.close()
             self._end(self._words or _how_it_ended(self._process.exitcode))

@@ -22,6 +22,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mopd.processes import kill_marked
+
 if TYPE_CHECKING:
     from mopd.config import Config
     from mopd.sampling.continuous import ContinuousLoop
@@ -353,40 +355,16 @@ class _Sampler:
             self._send(Beat(self.doing, silent, stats))
 
     def _stats(self) -> dict[str, Any]:
-        stats = dict(getattr(self.engine, "stats", None) or {})
+        # Copies: they go on counting while these are sent.
+        stats = {name: dict(value) if isinstance(value, dict) else value
+                 for name, value in (getattr(self.engine, "stats", None) or {}).items()}
         if self.loop is not None:
             stats |= {"busy_seconds": self.loop.busy_seconds, "counts": dict(self.loop.counts),
                       "engine_trouble": self.loop.engine_trouble}
-            stats["environment_failures"] = {name: dict(d.pool.stats.failures) for name, d in list(self.domains.items())}
+            stats["environments"] = {name: domain.counts() for name, domain in list(self.domains.items())}
         return stats
 
     def _orphaned(self) -> None:
         """The parent is gone: end with everything that was started here."""
-        kill_marked(os.environ[MARK], spare=os.getpid())
+        kill_marked(MARK, os.environ[MARK], spare=os.getpid())
         os._exit(1)
-
-
-def kill_marked(mark: str, *, spare: int = 0) -> None:
-    """SIGKILL to every process that was started under `mark` (Java, environment workers, engines, whatever session they put
-    themselves into) but `spare`. Nothing where the system has no /proc."""
-    if not Path("/proc/self/environ").exists():
-        return
-    wanted = f"{MARK}={mark}".encode()
-    for _ in range(20):  # what is killed may be starting another at this moment
-        found = [process for process in _marked(wanted) if process != spare]
-        if not found:
-            return
-        for process in found:
-            with contextlib.suppress(OSError):
-                os.kill(process, signal.SIGKILL)
-        time.sleep(0.01)
-
-
-def _marked(wanted: bytes) -> list[int]:
-    found = []
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                if wanted in Path(entry.path, "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-    return found

@@ -14,6 +14,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Protocol
 
+from mopd.counts import summed
+from mopd.sampling.engines import engine_faults
 from mopd.sampling.weight_folder import WeightFolder
 from mopd.sampling.work import Lost, News, TookWeights, Work
 
@@ -47,6 +49,11 @@ class SamplerHandle(Protocol):
     def close(self, timeout: float = 10.0) -> None: ...
 
 
+def counts_of(stats: dict[str, Any]) -> dict[str, Any]:
+    """`mopd.sources.Source.counts` of what a sampler told of itself."""
+    return {"environments": stats.get("environments", {}), "engine": engine_faults(stats), "again": stats.get("counts", {})}
+
+
 class Samplers:
     """`count` samplers by name, "sampler-0", "sampler-1", …
 
@@ -67,7 +74,7 @@ class Samplers:
         self._live: dict[str, SamplerHandle] = {}
         self._due: dict[str, float] = {}  # name → when its replacement starts
         self._lost: deque[float] = deque()
-        self._busy_before = 0.0  # of samplers that are gone
+        self._busy_before, self._counts_before = 0.0, {}  # of samplers that are gone
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
@@ -116,6 +123,7 @@ class Samplers:
     def _gone(self, name: str, sampler: SamplerHandle, news: Lost, now: float) -> None:
         del self._live[name]
         self._busy_before += sampler.busy_seconds
+        self._counts_before = summed([self._counts_before, counts_of(sampler.stats)])
         sampler.close(timeout=0.0)
         if self.place is not None:
             self.place.forget(name)
@@ -161,6 +169,10 @@ class Samplers:
     def stats(self) -> dict[str, dict[str, Any]]:
         """What each sampler told of itself lately."""
         return {name: dict(sampler.stats) for name, sampler in self._live.items()}
+
+    def counts(self) -> dict[str, Any]:
+        """What went wrong in all samplers that there ever were, as of their last words (see mopd.sources.Source.counts)."""
+        return summed([self._counts_before, *(counts_of(sampler.stats) for sampler in self._live.values())])
 
     def troubles(self) -> list[str]:
         """Why samplers do not get on, in words: replacements on their way, engines that do not answer."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import abc
+import collections
 import os
 import tempfile
 import time
@@ -24,7 +26,7 @@ class EngineUnreachable(RuntimeError):
     """The engine writes no turns, and has not for as long as the caller waits; the message says what it met last."""
 
 
-class TurnEngine:
+class TurnEngine(abc.ABC):
     """Common ground of the StreamingEngines over vLLM. An heir writes turns (`_begin`), gives them up (`_end`), hears of them
     (`_hear`), and takes a folder of weights (`_take`).
 
@@ -42,24 +44,29 @@ class TurnEngine:
 
     def __init__(self, *, max_batch: int, version: int, patience_s: float = 0.0):
         self.max_batch, self.version, self.patience_s = max_batch, version, patience_s
-        self.stats: dict[str, Any] = {"sampled_tokens": 0, "prompt_tokens": 0, "turns": 0, "pieces": 0}
+        self.stats: dict[str, Any] = {"sampled_tokens": 0, "prompt_tokens": 0, "turns": 0, "pieces": 0,
+                                      "troubles": collections.Counter()}
         self._writing: dict[Hashable, Writing] = {}
         self._sessions: set[str] = set()
         self._count = 0
 
     # For heirs
 
+    @abc.abstractmethod
     def _begin(self, key: Hashable, writing: Writing) -> None:
-        raise NotImplementedError
+        """Have a turn written."""
 
+    @abc.abstractmethod
     def _end(self, keys: list[Hashable]) -> None:
-        raise NotImplementedError
+        """Give turns up that are under way."""
 
+    @abc.abstractmethod
     def _hear(self, timeout: float) -> list[tuple[Hashable, Completion | EngineTrouble]]:
-        raise NotImplementedError
+        """Turns that have ended since the last call; wait for one, at most `timeout` seconds."""
 
+    @abc.abstractmethod
     def _take(self, folder: Path, version: int) -> None:
-        raise NotImplementedError
+        """Take a published folder of weights."""
 
     # The interface
 
@@ -100,6 +107,8 @@ class TurnEngine:
                 self.stats["sampled_tokens"] += len(what.tokens)
                 self.stats["prompt_tokens"] += len(writing.request.tokens)
                 self.stats["pieces"] += len(writing.pieces)
+            else:
+                self.stats["troubles"][what.reason] += 1
         return found
 
     def _forget(self, key: Hashable) -> Writing:
@@ -162,7 +171,7 @@ class TurnEngine:
             self.abort(list(self._writing))
         return found
 
-    def end_sessions(self, sessions: Iterable[str]) -> None:
+    def end_sessions(self, sessions: Iterable[str]) -> None:  # noqa: B027 - an heir may have nothing to forget
         """vLLM finds known prefixes by itself, and drops them when it needs the room."""
 
     def load_folder(self, folder: str | Path, version: int) -> None:
@@ -178,10 +187,11 @@ class TurnEngine:
             made = WeightFolder(Path(root) / "weights").write(weights, version, layout=self.layout)
             self.load_folder(made.path, version)
 
+    @abc.abstractmethod
     def score(self, tokens: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: log-probability at temperature 1 of each of `tokens` uint32 [T] but the first, given those before
         it, with the present weights."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Give everything back; turns under way are forgotten."""

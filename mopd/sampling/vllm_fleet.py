@@ -8,48 +8,33 @@ the newest weights before it is asked for anything.
 from __future__ import annotations
 
 import asyncio
-import collections
 import concurrent.futures
-import json
 import os
 import queue
-import random
 import sys
 import threading
 import time
 from collections.abc import Hashable, Iterable, Sequence
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-import httpx2
 import numpy as np
 
 from mopd.sampling import vllm_wire as wire
 from mopd.sampling.balance import Balance, Endpoint
 from mopd.sampling.base import Completion, EngineTrouble
+from mopd.sampling.servers import Servers, Unavailable, Unfit, key_headers
 from mopd.sampling.vllm_engine import EngineUnreachable, TurnEngine
 from mopd.sampling.vllm_turns import MODE, MODE_FLAG, Piece, Turn, Writing
 from mopd.sampling.vllm_weights import ServerWeights
 from mopd.sampling.weight_folder import WeightsDiffer
 
-# Seconds before a try is repeated: doubled each time, with a random half so that turns do not come back together.
-BACKOFF, LONGEST_BACKOFF = 0.25, 8.0
 CHECK_SECONDS = 30.0  # of one question to a server that is being greeted
 PROBE = np.array([2, 3], np.uint32)  # any model has these ids
 
 
 class WrongServer(ValueError):
     """A server answers, but cannot serve this student; the message has its address, what is wrong and the remedy."""
-
-
-class _Unavailable(Exception):
-    """A server did not answer. `down`: nothing listens there."""
-
-    def __init__(self, words: str, *, down: bool = False):
-        super().__init__(words)
-        self.down = down
 
 
 class VLLMFleet(TurnEngine):
@@ -77,19 +62,20 @@ class VLLMFleet(TurnEngine):
         self.max_positions: int | None = None
         self.max_logprobs = 0
         self.served = ""
-        self.faults: collections.Counter[str] = collections.Counter()
         key = os.environ.get(api_key_env, "") if api_key_env else ""
         if api_key_env and not key:
             raise WrongServer(f"sampling.api_key_env: the environment variable {api_key_env} is not set; export it, or leave "
                               "the key out")
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers = key_headers(key)
         self._balance = Balance(urls)
+        self._servers = Servers(self._balance, headers=headers, key_setting="sampling.api_key_env", key_variable=api_key_env,
+                                timeout_s=timeout_s, connections=None, look=self._look)
+        self.faults = self.stats["faults"] = self._servers.faults
         self._home: dict[str, str] = {}  # session → url
         self._first_version, self._folder = version, None
-        self._weights = ServerWeights([e.url for e in self._balance.endpoints], headers=self._headers)
+        self._weights = ServerWeights([e.url for e in self._balance.endpoints], headers=headers)
         self._heard: queue.SimpleQueue[tuple[Hashable, Writing, Any]] = queue.SimpleQueue()
         self._futures: dict[Hashable, concurrent.futures.Future] = {}
-        self._jitter = random.Random(0)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-fleet", daemon=True)
         self._thread.start()
@@ -101,10 +87,15 @@ class VLLMFleet(TurnEngine):
     def connect(self) -> VLLMFleet:
         """Greet all servers and return when one answers. Raises WrongServer where one cannot serve this student,
         EngineUnreachable where none answers for `patience_s`."""
-        self._run(self._until_live(force=True))
-        wrong = [e for e in self._balance.endpoints if e.unfit]
-        if wrong:
+        unreachable = None
+        try:
+            self._run(self._until_live(force=True))
+        except EngineUnreachable as error:
+            unreachable = error
+        if wrong := [e for e in self._balance.endpoints if e.unfit]:
             raise WrongServer("; ".join(f"{e.url}: {e.said}" for e in wrong))
+        if unreachable is not None:
+            raise unreachable
         return self
 
     def servers(self) -> dict[str, str]:
@@ -131,7 +122,7 @@ class VLLMFleet(TurnEngine):
         if self._closed:
             return
         self._closed = True
-        asyncio.run_coroutine_threadsafe(self._finish(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._servers.finish(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -181,23 +172,7 @@ class VLLMFleet(TurnEngine):
 
     async def _open(self) -> None:
         self._giving = asyncio.Lock()
-        self._greetings: dict[str, asyncio.Task] = {}
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=256)
-        self._clients = {}
-        for endpoint in self._balance.endpoints:
-            host = urlsplit(endpoint.url).hostname or ""
-            # A proxy of the environment is for the world outside, not for this machine.
-            self._clients[endpoint.url] = httpx2.AsyncClient(
-                base_url=endpoint.url, headers=self._headers, trust_env=not _loopback(host), limits=limits,
-                timeout=httpx2.Timeout(self.timeout_s, connect=min(10.0, self.timeout_s)))
-
-    async def _finish(self) -> None:
-        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        for client in self._clients.values():
-            await client.aclose()
+        await self._servers.open()
 
     async def _write(self, key: Hashable, writing: Writing) -> None:
         """Write one turn to its end, piece by piece, and tell of it."""
@@ -210,41 +185,36 @@ class VLLMFleet(TurnEngine):
                 empty = 0 if len(piece.tokens) else empty + 1
                 if what is None and empty > self.retries:
                     what = EngineTrouble("engine_answer", "the server broke the turn off again and again")
-        except (_Unavailable, wire.BadAnswer, wire.Refused) as failed:
-            reason = "engine_down" if isinstance(failed, _Unavailable) else "engine_answer"
+        except (Unavailable, wire.BadAnswer, wire.Refused) as failed:
+            reason = "engine_down" if isinstance(failed, Unavailable) else "engine_answer"
             what = EngineTrouble(reason, str(failed))
         except Exception as error:  # noqa: BLE001 - a turn that is never heard of again would hang the run
             what = EngineTrouble("engine_error", f"{type(error).__name__}: {error}")
         self._heard.put((key, writing, what))
 
     async def _ask(self, turn: Turn, session: str | None) -> Piece:
-        """One question with retries. Raises _Unavailable, BadAnswer or Refused."""
-        last: Exception = _Unavailable("no server answers")
+        """One question with retries. Raises Unavailable, BadAnswer or Refused."""
+        last: Exception = Unavailable("no server answers")
         for attempt in range(self.retries + 1):
-            if attempt:
-                pause = min(LONGEST_BACKOFF, BACKOFF * 2 ** (attempt - 1))
-                await asyncio.sleep(pause * (0.5 + self._jitter.random() / 2))
-            for down in self._balance.due(time.monotonic()):
-                self._greeting_of(down)  # not waited for where another server can be asked
-            endpoint = self._balance.choose(self._home.get(session, "") if session else "")
+            await self._servers.pause(attempt)
+            endpoint = await self._servers.choose(self._home.get(session, "") if session else "")
             if endpoint is None:
-                await self._greet()
-                endpoint = self._balance.choose()
-            if endpoint is None:
-                last = _Unavailable(f"no server answers: {self._balance.said()}")
+                last = Unavailable(f"no server answers: {self._balance.said()}")
                 continue
             if session is not None:
                 self._home[session] = endpoint.url
             try:
                 return await self._exchange(endpoint, turn)
+            except wire.Refused as refused:
+                raise wire.Refused(f"{endpoint.url} refuses the request: {refused}") from None
             except wire.BadAnswer as bad:
                 last = bad
-                self._counted(str(bad))
+                self._servers.counted(str(bad))
                 if "weights" in str(bad):  # it began anew with those that it was started with, or others give it theirs
                     self._balance.failed(endpoint, time.monotonic(), str(bad), down=True)
-            except _Unavailable as failed:
-                last = _Unavailable(f"{endpoint.url}: {failed}")
-                self._counted(str(failed))
+            except Unavailable as failed:
+                last = Unavailable(f"{endpoint.url}: {failed}")
+                self._servers.counted(failed.reason)
                 self._balance.failed(endpoint, time.monotonic(), str(failed), down=failed.down)
         raise last
 
@@ -253,105 +223,55 @@ class VLLMFleet(TurnEngine):
         try:
             # A server that was given weights and says "default" began anew with others.
             names = {} if self._folder is not None else {wire.UNLABELLED: self._first_version}
-            content = await self._post(endpoint, wire.PATH, wire.body(self.served, turn), self.timeout_s)
+            content = await self._servers.ask(endpoint, wire.PATH, wire.body(self.served, turn))
             piece = wire.read_piece(self.served, turn, content, versions=names, vocabulary=self.vocabulary)
             self._balance.answered(endpoint, time.monotonic())
             return piece
         finally:
             endpoint.in_flight -= 1
 
-    async def _post(self, endpoint: Endpoint, path: str, body: Any, seconds: float) -> bytes:
-        status, content = await self._call(endpoint, "POST", path, seconds, headers={"Content-Type": "application/json"},
-                                           content=json.dumps(body, separators=(",", ":")).encode())
-        if status in (401, 403):
-            raise _Unavailable(self._key_refused(status), down=True)
-        if status in (404, 408, 409, 425, 429) or status >= 500:
-            raise _Unavailable(f"HTTP {status}: {wire.error_text(content)}", down=status == 404)
-        if status != 200:
-            raise wire.Refused(f"{endpoint.url} refuses the request: HTTP {status}: {wire.error_text(content)}")
-        return content
-
-    async def _call(self, endpoint: Endpoint, method: str, path: str, seconds: float, **more: Any) -> tuple[int, bytes]:
-        """Status and content; raises _Unavailable. The time is that of the whole call: a server that trickles counts too."""
-        try:
-            async with asyncio.timeout(seconds):
-                response = await self._clients[endpoint.url].request(method, path, **more)
-                return response.status_code, response.content
-        except (TimeoutError, httpx2.TimeoutException):
-            raise _Unavailable(f"no answer within {seconds:g} s") from None
-        except httpx2.ConnectError:
-            raise _Unavailable("connection refused", down=True) from None
-        except httpx2.HTTPError as error:
-            raise _Unavailable(f"connection broke ({type(error).__name__})") from None
-
     # Greeting: is a server there, can it serve this student, and has it the newest weights?
 
     async def _until_live(self, *, force: bool = False) -> Endpoint:
         """A live server; raises EngineUnreachable after `patience_s` without one. `force`: greet all of them first."""
         end = time.monotonic() + self.patience_s
-        await self._greet(force=force)
+        await self._servers.greet(force=force)
         while (endpoint := self._balance.choose()) is None:
             if time.monotonic() >= end or any(e.unfit for e in self._balance.endpoints):
                 raise EngineUnreachable(f"no server of the student answers: {self._balance.said()}; start one with "
                                         "`mopd serve`, or mend sampling.urls")
             await asyncio.sleep(0.5)
-            await self._greet()
+            await self._servers.greet()
         return endpoint
 
-    async def _greet(self, *, force: bool = False) -> None:
-        """Look at the servers that are down and due (`force`: at all of them), at once, and wait for it."""
-        due = self._balance.endpoints if force else self._balance.due(time.monotonic())
-        if due:
-            await asyncio.wait([self._greeting_of(endpoint) for endpoint in due])
-
-    def _greeting_of(self, endpoint: Endpoint) -> asyncio.Task:
-        task = self._greetings.get(endpoint.url)
-        if task is None or task.done():
-            task = self._greetings[endpoint.url] = self._loop.create_task(self._greet_one(endpoint))
-        return task
-
-    async def _greet_one(self, endpoint: Endpoint) -> None:
+    async def _look(self, endpoint: Endpoint) -> None:
         try:
             await self._look_at(endpoint)
             async with self._giving:  # weights that are given just now are waited for
                 await self._freshen(endpoint)
                 if self._balance.greeted(endpoint, time.monotonic()):
                     print(f"sampling: {endpoint.url} answers again", file=sys.stderr, flush=True)
-        except (WrongServer, WeightsDiffer) as wrong:
-            self._counted("a server was turned away")
-            self._balance.failed(endpoint, time.monotonic(), str(wrong), down=True, unfit=True)
-        except (_Unavailable, wire.BadAnswer, wire.Refused, httpx2.HTTPError) as failed:
-            self._balance.failed(endpoint, time.monotonic(), str(failed), down=True)
+        except WeightsDiffer as wrong:
+            raise Unfit(str(wrong)) from wrong
 
     async def _look_at(self, endpoint: Endpoint) -> None:
-        """Raises WrongServer where it serves something else, does not take ids, or tells other log-probabilities."""
-        status, content = await self._call(endpoint, "GET", "/v1/models", CHECK_SECONDS)
-        if status in (401, 403):
-            raise WrongServer(self._key_refused(status))
-        if status != 200:
-            raise _Unavailable(f"HTTP {status}")
-        cards = {c["id"]: c for c in wire.parse_json(content).get("data") or ()
-                 if isinstance(c, dict) and isinstance(c.get("id"), str)}
-        model = self.served_model or self.served or next(iter(cards), "")
-        if model not in cards or (not self.served_model and not self.served and len(cards) > 1):
-            raise WrongServer(f"serves {', '.join(cards) or 'nothing'}" + (f", not {model}" if model else "")
-                              + "; name the right one as sampling.served_model")
+        """Raises Unfit where it serves something else, does not take ids, or tells other log-probabilities."""
+        card = await self._servers.card(endpoint, self.served_model, self.served, "sampling.served_model", CHECK_SECONDS)
+        model = card["id"]
         limit = await self._told_limit(endpoint, model)
         for token in (3, 5):  # one allowed id has all of the policy's probability, and not all of the model's
             turn = Turn(PROBE, 1, 1.0, 0, only=(token,))
-            status, content = await self._call(
-                endpoint, "POST", wire.PATH, self.timeout_s, headers={"Content-Type": "application/json"},
-                content=json.dumps(wire.body(model, turn)).encode())
+            status, content = await self._servers.post(endpoint, wire.PATH, wire.body(model, turn), self.timeout_s)
             if status == 404:
-                raise WrongServer(f"knows no {wire.PATH}, which takes and gives token ids; start it with --enable-scale-out, "
+                raise Unfit(f"knows no {wire.PATH}, which takes and gives token ids; start it with --enable-scale-out, "
                                   "as `mopd serve` does")
             if status != 200:
-                raise _Unavailable(f"HTTP {status}: {wire.error_text(content)}")
+                raise Unavailable(f"HTTP {status}: {wire.error_text(content)}")
             piece = wire.read_piece(model, turn, content, versions=_AnyName(), vocabulary=self.vocabulary)
             if not abs(float(piece.logprob[0])) < 1e-4:
-                raise WrongServer("tells log-probabilities from before temperature, top-p and top-k, which are not those of "
+                raise Unfit("tells log-probabilities from before temperature, top-p and top-k, which are not those of "
                                   f"the policy that samples; start it with {MODE_FLAG} {MODE}, as `mopd serve` does")
-        positions = cards[model].get("max_model_len")
+        positions = card.get("max_model_len")
         if positions:
             self.max_positions = min(positions, self.max_positions or positions)
         self.max_logprobs = min(limit, self.max_logprobs) if self.served else limit
@@ -361,21 +281,21 @@ class VLLMFleet(TurnEngine):
         """Most ids that it tells of each token: what it says when it is asked for too many; 0 where it does not say."""
         question = {"model": model, "prompt": PROBE.tolist(), "max_tokens": 1, "logprobs": 1_000_000_000,
                     "temperature": 0.0, "add_special_tokens": False}
-        status, content = await self._call(endpoint, "POST", "/v1/completions", CHECK_SECONDS, json=question)
+        status, content = await self._servers.post(endpoint, "/v1/completions", question, CHECK_SECONDS)
         if status in (401, 403):
-            raise WrongServer(self._key_refused(status))
+            raise Unfit(self._servers.key_refused(status))
         return (wire.largest_k(content) or 0) if status == 400 else 0
 
     async def _freshen(self, endpoint: Endpoint) -> None:
         """Give a server that came back the newest weights, unless it has them."""
         if self._folder is None:
             return
-        status, content = await self._call(endpoint, "GET", "/weight_info", CHECK_SECONDS)
+        status, content = await self._servers.call(endpoint, "GET", "/weight_info", CHECK_SECONDS)
         told = wire.parse_json(content).get("weight_version") if status == 200 else None
         if told != str(self._folder[1]):
             found = await asyncio.to_thread(self._weights.take, *self._folder, keep=True, only=[endpoint.url])
             if words := found[endpoint.url].words:
-                raise _Unavailable(words)
+                raise Unavailable(words)
 
     async def _give(self, folder: Path, version: int) -> None:
         """Give all live servers a folder; those that fail are down until they have taken it. Raises WeightsDiffer where one
@@ -392,7 +312,7 @@ class VLLMFleet(TurnEngine):
                     words = found[endpoint.url].words
                     took += not words
                     if words:
-                        self._counted("a server did not take new weights")
+                        self._servers.counted("a server did not take new weights")
                         self._balance.failed(endpoint, time.monotonic(), words, down=True)
                         print(f"sampling: {words}; it is asked for nothing until it has them", file=sys.stderr, flush=True)
             if took:
@@ -401,26 +321,9 @@ class VLLMFleet(TurnEngine):
                 raise EngineUnreachable(f"no server took the weights of step {version}: {self._balance.said()}")
             await asyncio.sleep(0.5)
 
-    def _counted(self, reason: str) -> None:
-        self.faults[reason] += 1
-        self.stats["faults"] = dict(self.faults)
-
-    def _key_refused(self, status: int) -> str:
-        if not self._headers:
-            return (f"HTTP {status}: asks for a key; put it into an environment variable and name that in "
-                    "sampling.api_key_env")
-        return f"HTTP {status}: refuses the key in the environment variable {self.api_key_env}"
-
 
 class _AnyName(dict):
     """Any name of weights is as good as another."""
 
     def get(self, name: str, default: Any = None) -> int:
         return 0
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -21,6 +21,7 @@ from typing import Any
 import httpx2
 import numpy as np
 
+from mopd.addresses import takes_proxy
 from mopd.sampling.weight_folder import Folder, Probe, WeightFolderError, WeightsDiffer, read_folder
 
 WORKER_EXTENSION = "mopd.sampling.vllm_worker.WeightsExtension"
@@ -89,7 +90,7 @@ class ServerWeights:
         self.urls = [url.rstrip("/") for url in urls]
         self.out: dict[str, str] = {}
         # A connection of its own for each request: a step lasts longer than servers keep idle ones, and such a one breaks.
-        self._clients = {url: httpx2.Client(base_url=url, headers=dict(headers or {}),
+        self._clients = {url: httpx2.Client(base_url=url, headers=dict(headers or {}), trust_env=takes_proxy(url),
                                             limits=httpx2.Limits(max_keepalive_connections=0),
                                             timeout=httpx2.Timeout(timeout_s, connect=min(10.0, timeout_s)))
                          for url in self.urls}

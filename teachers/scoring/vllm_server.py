@@ -7,24 +7,21 @@ its requests: the connection closes and the server drops the work.
 from __future__ import annotations
 
 import asyncio
-import collections
 import concurrent.futures
 import json
 import os
-import random
 import threading
 import time
 from collections.abc import Sequence
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-import httpx2
 import numpy as np
 
+from mopd.addresses import loopback_url
 from mopd.sampling.balance import Balance, Endpoint
 from mopd.sampling.base import Completion
+from mopd.sampling.servers import Servers, Unavailable, Unfit, key_headers
 from teachers.scoring import vllm_http as wire
 from teachers.scoring.prompts import Prompt, PromptScores, answers_of, prompts_of
 from teachers.scoring.requests import ScoreAnswer, ScoreRequest, TeacherError, TeacherUnreachable
@@ -36,21 +33,7 @@ CANARY = np.array([(7 * i) % 29 for i in range(24)], np.uint32)
 CANARY_TOLERANCE = 0.25
 # Texts whose ids show whether a server reads text as the student does.
 SAMPLES = ("You see a red door, 2 keys and a box.", " naïve 漢字 → ok\n\tEnd", "<|im_start|>user\nhi<|im_end|>")
-# Seconds before a try is repeated: doubled each time, with a random half so that callers do not come back together.
-BACKOFF, LONGEST_BACKOFF = 0.25, 8.0
 CHECK_SECONDS = 10.0  # of one question to a server that is being greeted
-
-
-class _Unavailable(Exception):
-    """A server did not answer. `down`: nothing listens there."""
-
-    def __init__(self, reason: str, *, down: bool = False):
-        super().__init__(reason)
-        self.reason, self.down = reason, down  # `reason` is also what its tokens are counted under
-
-
-class _Unfit(Exception):
-    """A server answers, but it is not this teacher, or does not let us in; the text is for the user."""
 
 
 class VLLMServers:
@@ -76,7 +59,6 @@ class VLLMServers:
         self.teacher, self.model, self.served_model, self.api_key_env = teacher, model, served_model, api_key_env
         self.timeout_s, self.retries, self.concurrency = timeout_s, retries, max(1, concurrency)
         self.max_request_tokens = max_request_tokens
-        self.faults: collections.Counter[str] = collections.Counter()
         self.returns = 0
         self.scored_tokens = self.computed_tokens = 0
         self._balance = Balance(urls)
@@ -84,16 +66,17 @@ class VLLMServers:
         self._tells_policy: dict[str, bool] = {}  # url -> whether its log-probabilities know of temperatures
         self._card: dict[str, Any] | None = None
         self._canary: np.ndarray | None = None
-        self._jitter = random.Random(teacher)
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
-        self._clients: dict[str, httpx2.AsyncClient] = {}
         key = os.environ.get(api_key_env, "") if api_key_env else ""
         if api_key_env and not key:
             raise TeacherError(f"teacher {teacher!r}: the environment variable {api_key_env}, which should hold its key, is "
                                f"not set; export it, or leave teachers.{teacher}.api_key_env out")
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._servers = Servers(self._balance, headers=key_headers(key), key_setting=f"teachers.{teacher}.api_key_env",
+                                key_variable=api_key_env, timeout_s=timeout_s, connections=self.concurrency + 2,
+                                look=self._look, seed=teacher)
+        self.faults = self._servers.faults
 
     @classmethod
     def from_spec(cls, spec: Any) -> VLLMServers:
@@ -144,7 +127,7 @@ class VLLMServers:
             loop, self._loop, self._closed = self._loop, None, True
         if loop is None:
             return
-        asyncio.run_coroutine_threadsafe(self._finish(), loop).result()
+        asyncio.run_coroutine_threadsafe(self._servers.finish(), loop).result()
         loop.call_soon_threadsafe(loop.stop)
         self._thread.join()
         loop.close()
@@ -177,48 +160,33 @@ class VLLMServers:
         self._tokens_under_way = 0
         self._comparing = asyncio.Lock()
         self._looking = asyncio.Lock()
-        self._greetings: dict[str, asyncio.Task] = {}
-        for endpoint in self._balance.endpoints:
-            host = urlsplit(endpoint.url).hostname or ""
-            # A proxy of the environment is for the world outside, not for this machine.
-            self._clients[endpoint.url] = httpx2.AsyncClient(
-                base_url=endpoint.url, headers=self._headers, trust_env=not _loopback(host),
-                limits=httpx2.Limits(max_connections=self.concurrency + 2, max_keepalive_connections=self.concurrency),
-                timeout=httpx2.Timeout(self.timeout_s, connect=min(10.0, self.timeout_s)))
-
-    async def _finish(self) -> None:
-        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        for client in self._clients.values():
-            await client.aclose()
+        await self._servers.open()
 
     async def _score(self, requests: list[ScoreRequest]) -> tuple[list[Prompt], list[PromptScores | str]]:
         """Prompts with their scores, or the reasons why there are none. Raises TeacherUnreachable where nothing answered."""
         self._balance.doubt(time.monotonic())
-        await self._greet(force=False)
+        await self._servers.greet()
         prompts = prompts_of(requests, self.max_tokens)
         async with asyncio.TaskGroup() as group:  # ending this call ends all of its requests
             tasks = [group.create_task(self._ask(prompt)) for prompt in prompts]
         found = [task.result() for task in tasks]
-        if all(isinstance(f, _Unavailable) for f in found):
+        if all(isinstance(f, Unavailable) for f in found):
             raise TeacherUnreachable(self.teacher, self._balance.said())
-        return prompts, [f"no answer: {f}" if isinstance(f, _Unavailable) else f for f in found]
+        return prompts, [f"no answer: {f.reason}" if isinstance(f, Unavailable) else f for f in found]
 
     async def _write(self, turns: list[Turn]) -> list[Completion | str]:
         self._balance.doubt(time.monotonic())
-        await self._greet(force=False)
+        await self._servers.greet()
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._ask(turn)) for turn in turns]
         found = [task.result() for task in tasks]
-        if any(isinstance(f, _Unavailable) for f in found):
+        if any(isinstance(f, Unavailable) for f in found):
             raise TeacherUnreachable(self.teacher, self._balance.said())
         return found
 
-    async def _ask(self, prompt: Prompt | Turn) -> PromptScores | Completion | str | _Unavailable:
+    async def _ask(self, prompt: Prompt | Turn) -> PromptScores | Completion | str | Unavailable:
         if self.max_tokens is not None and len(prompt) > self.max_tokens:
-            return self._counted(f"context longer than the server's {self.max_tokens} tokens")
+            return self._servers.counted(f"context longer than the server's {self.max_tokens} tokens")
         async with self._slots:
             tokens = min(len(prompt), self.max_request_tokens)
             async with self._room:
@@ -231,31 +199,24 @@ class VLLMServers:
                 async with self._room:
                     self._room.notify_all()
 
-    async def _ask_until(self, prompt: Prompt | Turn) -> PromptScores | Completion | str | _Unavailable:
+    async def _ask_until(self, prompt: Prompt | Turn) -> PromptScores | Completion | str | Unavailable:
         """One question with retries, each at the server that is least busy then."""
-        last: str | _Unavailable = ""
+        last: str | Unavailable = ""
         for attempt in range(self.retries + 1):
-            if attempt:
-                pause = min(LONGEST_BACKOFF, BACKOFF * 2 ** (attempt - 1))
-                await asyncio.sleep(pause * (0.5 + self._jitter.random() / 2))
-            endpoint = self._balance.choose()
-            for down in self._balance.due(time.monotonic()):
-                self._greeting_of(down)  # not waited for where another server can be asked
+            await self._servers.pause(attempt)
+            endpoint = await self._servers.choose()
             if endpoint is None:
-                await self._greet(force=False)
-                endpoint = self._balance.choose()
-            if endpoint is None:
-                last = _Unavailable("no server answers")
+                last = Unavailable("no server answers")
                 continue
             try:
                 return await self._send(endpoint, prompt)
             except wire.Refused as refused:
-                return self._counted(f"refused: {refused}")
+                return self._servers.counted(f"refused: {refused}")
             except wire.BadAnswer as bad:
-                last = self._counted(str(bad))
+                last = self._servers.counted(str(bad))
                 endpoint.said = str(bad)
-            except _Unavailable as failed:
-                self._counted(failed.reason)
+            except Unavailable as failed:
+                self._servers.counted(failed.reason)
                 self._balance.failed(endpoint, time.monotonic(), failed.reason, down=failed.down)
                 last = failed
         return last
@@ -283,78 +244,25 @@ class VLLMServers:
         endpoint.in_flight += 1
         try:
             name = self._card["id"]
-            status, content = await self._post(endpoint, wire.PATHS[way], wire.body(way, name, prompt), self.timeout_s)
-            if status in (401, 403):
-                raise _Unavailable(self._key_refused(status), down=True)
-            if status == 404:
-                raise _Unavailable(f"HTTP 404: {wire.error_text(content)}", down=True)
-            if status in (408, 409, 425, 429) or status >= 500:
-                raise _Unavailable(f"HTTP {status}")
-            if status != 200:
-                raise wire.Refused(f"HTTP {status}: {wire.error_text(content)}")
+            content = await self._servers.ask(endpoint, wire.PATHS[way], wire.body(way, name, prompt))
             scores = wire.read_answer(way, name, prompt, content)
             self._balance.answered(endpoint, time.monotonic())
             return scores
         finally:
             endpoint.in_flight -= 1
 
-    async def _post(self, endpoint: Endpoint, path: str, body: Any, seconds: float) -> tuple[int, bytes]:
-        return await self._call(endpoint, "POST", path, seconds, content=json.dumps(body, separators=(",", ":")).encode(),
-                                headers={"Content-Type": "application/json"})
-
-    async def _call(self, endpoint: Endpoint, method: str, path: str, seconds: float, **more: Any) -> tuple[int, bytes]:
-        """Status and content; raises _Unavailable. The time is that of the whole call: a server that trickles counts too."""
-        try:
-            async with asyncio.timeout(seconds):
-                response = await self._clients[endpoint.url].request(method, path, **more)
-                return response.status_code, response.content
-        except (TimeoutError, httpx2.TimeoutException):
-            raise _Unavailable(f"no answer within {seconds:g} s") from None
-        except httpx2.ConnectError:
-            raise _Unavailable("connection refused", down=True) from None
-        except httpx2.HTTPError as error:
-            raise _Unavailable(f"connection broke ({type(error).__name__})") from None
-
     # Greeting: is a server there, is it this teacher, and how is it best asked?
 
-    async def _greet(self, *, force: bool) -> None:
-        """Look at the servers that are down and due (`force`: at all of them), at once, and wait for it."""
-        due = self._balance.endpoints if force else self._balance.due(time.monotonic())
-        if due:  # who is cancelled here leaves the greeting to the others that wait for it
-            await asyncio.wait([self._greeting_of(endpoint) for endpoint in due])
-
-    def _greeting_of(self, endpoint: Endpoint) -> asyncio.Task:
-        """The greeting that is under way, or a new one."""
-        task = self._greetings.get(endpoint.url)
-        if task is None or task.done():
-            task = self._greetings[endpoint.url] = asyncio.get_running_loop().create_task(self._greet_one(endpoint))
-        return task
-
-    async def _greet_one(self, endpoint: Endpoint) -> None:
-        try:
-            await self._check(endpoint)
-            if self._balance.greeted(endpoint, time.monotonic()):
-                self.returns += 1
-        except _Unfit as unfit:
-            self._counted("a server was turned away")
-            self._balance.failed(endpoint, time.monotonic(), str(unfit), down=True, unfit=True)
-        except (_Unavailable, wire.BadAnswer, wire.Refused) as failed:
-            self._balance.failed(endpoint, time.monotonic(), str(failed), down=True)
+    async def _look(self, endpoint: Endpoint) -> None:
+        await self._check(endpoint)
+        if self._balance.greeted(endpoint, time.monotonic()):
+            self.returns += 1
 
     async def _check(self, endpoint: Endpoint) -> None:
-        """Raises _Unfit for another model than the one that was met first."""
-        status, content = await self._call(endpoint, "GET", "/v1/models", CHECK_SECONDS)
-        if status in (401, 403):
-            raise _Unfit(self._key_refused(status))
-        if status != 200:
-            raise _Unavailable(f"HTTP {status}")
-        cards = wire.parse_json(content).get("data")
-        served = {c["id"]: c for c in cards or () if isinstance(c, dict) and isinstance(c.get("id"), str)}
-        wanted = self.served_model or (self._card or {}).get("id") or next(iter(served), None)
-        if wanted not in served or (not self.served_model and self._card is None and len(served) > 1):
-            raise _Unfit(f"serves {', '.join(served) or 'nothing'}" + (f", not {wanted}" if wanted else "")
-                         + f"; name the right one as teachers.{self.teacher}.served_model")
-        card = {"id": wanted, "root": served[wanted].get("root"), "max_model_len": served[wanted].get("max_model_len")}
+        """Raises Unfit for another model than the one that was met first."""
+        told = await self._servers.card(endpoint, self.served_model, (self._card or {}).get("id", ""),
+                                        f"teachers.{self.teacher}.served_model", CHECK_SECONDS)
+        card = {name: told.get(name) for name in ("id", "root", "max_model_len")}
         way, max_k, canary = await self._ways_of(endpoint, card)
         async with self._comparing:  # of several servers one is first, and the others are compared with it
             if self._card is None:
@@ -369,43 +277,44 @@ class VLLMServers:
         for name, what in (("root", "serves the model"), ("id", "serves it under the name"),
                            ("max_model_len", "reads contexts of")):
             if card[name] != self._card[name]:
-                raise _Unfit(f"{what} {card[name]}, but {self._card[name]} was met at first")
+                raise Unfit(f"{what} {card[name]}, but {self._card[name]} was met at first")
         moved = float(np.abs(canary - self._canary).max())
         if not moved <= CANARY_TOLERANCE:
-            raise _Unfit("has other weights than were met at first: its scores of a fixed text differ by up to "
+            raise Unfit("has other weights than were met at first: its scores of a fixed text differ by up to "
                          f"{moved:.3g} nats; serve the same checkpoint, or start the run anew with this one")
 
     async def _ways_of(self, endpoint: Endpoint, card: dict[str, Any]) -> tuple[str, int, np.ndarray]:
         """The cheapest way in which the server answers, its limit of k, and its scores of the canary."""
         text = Prompt(CANARY, 1, 0, (0,))
         for way in self.ways:
-            status, content = await self._post(endpoint, wire.PATHS[way], wire.body(way, card["id"], text), self.timeout_s)
+            status, content = await self._servers.post(endpoint, wire.PATHS[way], wire.body(way, card["id"], text),
+                                                       self.timeout_s)
             if status == 200:
                 try:
                     scores = wire.read_answer(way, card["id"], text, content)
                 except wire.BadAnswer as bad:
                     if way != "completions":
                         continue
-                    raise _Unfit(f"gives no usable prompt log-probabilities: {bad}") from None
+                    raise Unfit(f"gives no usable prompt log-probabilities: {bad}") from None
                 if not np.isfinite(scores.logprob).all():
                     reasons = ", ".join(sorted(set(scores.why) - {""}))
-                    raise _Unfit(f"gives no usable prompt log-probabilities: {reasons}")
+                    raise Unfit(f"gives no usable prompt log-probabilities: {reasons}")
                 return way, await self._limit_of_k(endpoint, card), scores.logprob
             if status in (401, 403):
-                raise _Unfit(self._key_refused(status))
+                raise Unfit(self._servers.key_refused(status))
             if status == 429 or status >= 500 and way == "completions":
-                raise _Unavailable(f"HTTP {status}")
+                raise Unavailable(f"HTTP {status}")
             if way == "completions":
-                raise _Unfit(f"refuses to score: HTTP {status}: {wire.error_text(content)}")
+                raise Unfit(f"refuses to score: HTTP {status}: {wire.error_text(content)}")
         raise AssertionError("unreachable")
 
     async def _limit_of_k(self, endpoint: Endpoint, card: dict[str, Any]) -> int:
         question = wire.body("completions", card["id"], Prompt(CANARY[:2], 1, 1_000_000_000, (0,)))
-        status, content = await self._post(endpoint, wire.PATHS["completions"], question, self.timeout_s)
+        status, content = await self._servers.post(endpoint, wire.PATHS["completions"], question, self.timeout_s)
         return (wire.largest_k(content) or 0) if status == 400 else 0
 
     async def _identity(self) -> dict[str, Any]:
-        await self._greet(force=True)
+        await self._servers.greet(force=True)
         endpoints = self._balance.endpoints
         unfit = [e for e in endpoints if e.unfit]
         if unfit:
@@ -414,7 +323,7 @@ class VLLMServers:
         if live is None:
             raise TeacherUnreachable(self.teacher, self._balance.said())
         card, root = self._card, str(self._card["root"] or "")
-        here = root if Path(root).is_dir() and all(_loopback(urlsplit(e.url).hostname or "") for e in endpoints) else ""
+        here = root if Path(root).is_dir() and all(loopback_url(e.url) for e in endpoints) else ""
         folder = self.model or here
         config = Path(folder, "config.json") if folder else None
         details = json.loads(config.read_text()) if config and config.is_file() else {}
@@ -438,26 +347,8 @@ class VLLMServers:
     async def _tokenize(self, endpoint: Endpoint, text: str) -> list[int] | None:
         question = {"model": self._card["id"], "prompt": text, "add_special_tokens": False}
         try:
-            status, content = await self._post(endpoint, "/tokenize", question, CHECK_SECONDS)
+            status, content = await self._servers.post(endpoint, "/tokenize", question, CHECK_SECONDS)
             tokens = wire.parse_json(content).get("tokens") if status == 200 else None
-        except (_Unavailable, wire.BadAnswer):
+        except (Unavailable, wire.BadAnswer):
             return None
         return tokens if isinstance(tokens, list) else None
-
-    def _counted(self, reason: str) -> str:
-        self.faults[reason] += 1
-        return reason
-
-    def _key_refused(self, status: int) -> str:
-        if not self._headers:
-            return (f"HTTP {status}: asks for a key; put it into an environment variable and name that in "
-                    f"teachers.{self.teacher}.api_key_env")
-        return f"HTTP {status}: refuses the key in the environment variable {self.api_key_env}"
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-

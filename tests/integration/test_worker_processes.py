@@ -10,7 +10,7 @@ import time
 import pytest
 
 from mopd.environments import workers
-from mopd.environments.worker_process import _session as processes_of
+from mopd.processes import of_session as processes_of
 from mopd.run import train
 from tests.tiny_run import records, same_weights
 
@@ -28,7 +28,7 @@ def plain(run):
     found = records(student(run))
     for record in found:
         for domain in record["domains"].values():
-            for key in ("environment_failures", "workers", "mismatch_mean", "mismatch_max", "effective_sample_size"):
+            for key in ("environment_failures", "workers", "java", "mismatch_mean", "mismatch_max", "effective_sample_size"):
                 domain.pop(key, None)
     return found
 

@@ -50,7 +50,7 @@ def test_time_runs_out_where_it_may():
         start = time.monotonic()
         with pytest.raises(BrokenOff), stop.may_break():
             wait(30)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 25
         wait(0.6)  # and once only
     assert not any(thread.name == "stop" for thread in threading.enumerate()) or wait(0.5) is None
 

@@ -180,5 +180,5 @@ def test_a_server_that_still_loads_is_ended_at_once_with_all_that_it_left(tmp_pa
         port = probe.getsockname()[1]
     with pytest.raises(KeyboardInterrupt), serve.running(serve.ServeOptions("folder", "name", port=port), log=log):
         raise AssertionError("it does not answer")
-    assert time.monotonic() - began[0] < 6
+    assert time.monotonic() - began[0] < 20
     assert not (Path("/dev/shm") / log.read_text().split()[0].strip("/")).exists()

@@ -122,7 +122,7 @@ def test_a_server_that_comes_back_as_another_is_turned_away(name, root, through,
         return status, content.replace(str(models["embodied"]).encode(), str(models[root]).encode())
 
     proxy.before, proxy.after = before, after
-    backend._clients[proxy.url].headers["Authorization"] = "Bearer a-key-of-the-tests"
+    backend._servers.clients[proxy.url].headers["Authorization"] = "Bearer a-key-of-the-tests"
     end = time.monotonic() + 30
     while True:  # the pause after the failure has to pass first
         with pytest.raises(TeacherUnreachable) as raised:

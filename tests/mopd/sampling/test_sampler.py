@@ -19,11 +19,12 @@ import torch
 from mopd.domains import close_domains, open_domains
 from mopd.learner.model import load_model
 from mopd.mixer_events import GroupId
+from mopd.processes import marked
 from mopd.sampling.continuous import ContinuousLoop
 from mopd.sampling.hf import HFEngine
 from mopd.sampling.rendering import ChatRenderer
 from mopd.sampling.sampler import Sampler, SamplerFault, SamplerSpec, wait_ready
-from mopd.sampling.sampler_process import MARK, _marked
+from mopd.sampling.sampler_process import MARK
 from mopd.sampling.weight_folder import Probe, WeightFolder
 from mopd.sampling.work import Done, Lost, Ready, TookWeights, Work
 from mopd.sampling.works import Works
@@ -76,7 +77,7 @@ def gone(pid: int, within: float = 30.0) -> bool:
 
 def under(sampler) -> list[int]:
     """Processes that it started, whatever session they are in."""
-    return _marked(f"{MARK}={sampler._mark}".encode())
+    return marked(MARK, sampler._mark)
 
 
 def rollouts(count, domain="embodied", first=0):
@@ -125,7 +126,7 @@ def test_it_gets_ready_and_samples_what_a_loop_in_this_process_samples(sampler, 
     while not sampler.busy_seconds and time.monotonic() < deadline:
         time.sleep(0.05)
     assert sampler.busy_seconds > 0 and sampler.stats["sampled_tokens"] > 0
-    assert sampler.stats["environment_failures"] == {"embodied": {}, "game": {}}
+    assert sampler.stats["environments"] == {"embodied": {"failures": {}}, "game": {"failures": {}, "java": {"started": 1}}}
 
 
 def test_a_work_is_given_once_and_what_is_cancelled_is_not_heard_of(sampler):
@@ -253,12 +254,12 @@ if __name__ == "__main__":
                               env=environment()) as parent:
             pid, mark, *codes = parent.stdout.readline().split()
             if count == 1:
-                assert _marked(f"{MARK}={mark}".encode())
+                assert marked(MARK, mark)
                 parent.kill()
             assert parent.wait(60) == status and codes == ["0"] * (count - 1)
         assert gone(int(pid))
         deadline = time.monotonic() + 10
-        while _marked(f"{MARK}={mark}".encode()):
+        while marked(MARK, mark):
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
