@@ -12,7 +12,6 @@ one machine two ranks share its cores: this shows overheads and memory, not spee
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import subprocess
@@ -36,6 +35,7 @@ from mopd.memory import model_states  # noqa: E402
 from mopd.model_shape import shape_of  # noqa: E402
 from mopd.ranks import leave  # noqa: E402
 from mopd.rows import STREAMS, Action, Row  # noqa: E402
+from tests.live_tensors import live_bytes  # noqa: E402
 
 VOCABULARY = 1024
 CASES = {1: [(stage, 0) for stage in range(4)] + [(1, 1)],
@@ -58,17 +58,6 @@ def rows_of(count: int, prefix: int, turn: int) -> list[Row]:
 def loss(logits, batch):
     each = torch.nn.functional.cross_entropy(logits, batch.label, reduction="none")
     return each.sum() / 1000, {}
-
-
-def live_bytes() -> int:
-    gc.collect()
-    found: dict[int, int] = {}
-    for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, torch.nn.Parameter):
-            for tensor in (thing, thing.grad if thing.is_leaf else None):
-                if tensor is not None:
-                    found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return sum(found.values())
 
 
 def measured(options: dict, stage: int, experts: int, rank: int, size: int) -> dict:

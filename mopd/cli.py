@@ -30,6 +30,11 @@ console = Console(stderr=True, highlight=False)
 ConfigPath = Annotated[Path, typer.Argument(help="YAML file; configs/ holds ready ones")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, for example train.steps=100 seed=2")]
 Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON")]
+KeyVariable = Annotated[str | None, typer.Option(help="Environment variable that holds the key")]
+MemoryShare = Annotated[float | None, typer.Option(help="Share of the GPU's memory")]
+RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code of the model's folder")]
+VLLMArguments = Annotated[list[str] | None, typer.Option(help="A further argument of vLLM, as --vllm=--enforce-eager")]
+Listen = Annotated[str, typer.Option(help="Where to listen; beyond this machine only if you say so")]
 DEMO = Path(__file__).resolve().parent.parent / "configs" / "demo.yaml"
 SIMULATE = DEMO.with_name("simulate.yaml")
 
@@ -219,17 +224,17 @@ def teacher_compare(config: ConfigPath, overrides: Overrides = None,
 def teacher_serve(
     source: Annotated[str, typer.Argument(metavar="MODEL | CONFIG.yaml", help="Model folder or hub id, or a configuration")],
     teacher: Annotated[str, typer.Argument(help="Which teacher of the configuration; of a model, its name")] = "",
-    host: Annotated[str, typer.Option(help="Where to listen; beyond this machine only if you say so")] = "127.0.0.1",
+    host: Listen = "127.0.0.1",
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="By default the configuration's, or 8000")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; by default the checkpoint's own")] = None,
-    api_key_env: Annotated[str | None, typer.Option(help="Environment variable that holds the key")] = None,
+    api_key_env: KeyVariable = None,
     max_model_len: Annotated[int | None, typer.Option(min=2, help="Longest context; by default the model's")] = None,
     max_logprobs: Annotated[int | None, typer.Option(min=1, help="Most log-probabilities of a position")] = None,
     batch_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of one forward; fewer take less memory")] = None,
     cache_gib: Annotated[int, typer.Option(min=1, help="Memory of the cache, without a GPU")] = 1,
-    memory_share: Annotated[float | None, typer.Option(help="Share of the GPU's memory")] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code of the model's folder")] = False,
-    vllm: Annotated[list[str] | None, typer.Option(help="A further argument of vLLM, as --vllm=--enforce-eager")] = None,
+    memory_share: MemoryShare = None,
+    trust_remote_code: RemoteCode = False,
+    vllm: VLLMArguments = None,
     as_json: Json = False,
 ):
     """Serve a teacher with vLLM until Ctrl-C; prints the lines for your configuration when it is ready."""
@@ -254,16 +259,16 @@ def serve(
     source: Annotated[str, typer.Argument(metavar="MODEL | CONFIG.yaml", help="Model folder or hub id, or a configuration")],
     number: Annotated[int, typer.Option(min=0, help="Which of the configuration's sampling.urls, from 0")] = 0,
     name: Annotated[str | None, typer.Option(help="The name under which it is served; by default student")] = None,
-    host: Annotated[str, typer.Option(help="Where to listen; beyond this machine only if you say so")] = "127.0.0.1",
+    host: Listen = "127.0.0.1",
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="By default the configuration's, or 8000")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; by default the configuration's")] = None,
-    api_key_env: Annotated[str | None, typer.Option(help="Environment variable that holds the key")] = None,
+    api_key_env: KeyVariable = None,
     max_model_len: Annotated[int | None, typer.Option(min=2, help="Longest context; by default what domains need")] = None,
     max_logprobs: Annotated[int | None, typer.Option(min=1, help="Most ids that it tells of a token, for top-k")] = None,
     cache_gib: Annotated[int | None, typer.Option(min=1, help="Memory of the cache, without a GPU")] = None,
-    memory_share: Annotated[float | None, typer.Option(help="Share of the GPU's memory")] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code of the model's folder")] = False,
-    vllm: Annotated[list[str] | None, typer.Option(help="A further argument of vLLM, as --vllm=--enforce-eager")] = None,
+    memory_share: MemoryShare = None,
+    trust_remote_code: RemoteCode = False,
+    vllm: VLLMArguments = None,
     as_json: Json = False,
 ):
     """Serve the student with vLLM until Ctrl-C, for a run with sampling.engine=server: it samples and takes new weights."""

@@ -4,7 +4,6 @@ and what a backward pass keeps."""
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import os
 from pathlib import Path
@@ -22,6 +21,7 @@ from mopd.memory import GIB, activations, estimate, layer_activations, model_sta
 from mopd.model_shape import Shape, UnknownShape, shape_of
 from mopd.ranks import leave
 from mopd.step_time import forward_flops, seconds_of, work_of
+from tests.live_tensors import live_bytes
 from tests.mopd.learner import tiny
 from tests.mopd.learner.configurations import Row, batches_of, weighted_cross_entropy
 from tests.mopd.learner.tiny import make_model, mixed_rows
@@ -42,18 +42,6 @@ def wide_model(family: str):
         return make_model(family)
     finally:
         tiny.COMMON.update(before)
-
-
-def live_bytes() -> int:
-    """Of all tensors that Python can reach, each memory once."""
-    gc.collect()
-    found: dict[int, int] = {}
-    for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, torch.nn.Parameter):
-            for tensor in (thing, thing.grad if thing.is_leaf else None):
-                if tensor is not None:
-                    found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return sum(found.values())
 
 
 def measured(row: Row) -> tuple[int, dict]:
