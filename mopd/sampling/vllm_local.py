@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from mopd.learner.routing import moe_layers
+from mopd.processes import children, end_with_this
 from mopd.sampling.base import Completion, EngineTrouble
 from mopd.sampling.vllm_engine import TurnEngine
 from mopd.sampling.vllm_presence import (
@@ -81,12 +82,14 @@ class VLLMEngine(TurnEngine):
             options["enable_return_routed_experts"] = True
         if sleeps:
             options["enable_sleep_mode"] = True
+        before = children()
         try:
             self._llm = LLM(**options | dict(more or {}))
         except (ValueError, RuntimeError, OSError, TypeError) as error:
             raise VLLMRefuses(f"sampling.engine=vllm: vLLM does not take {model}: "
                               f"{' '.join(str(error).split())[:500]}") from error
         self._engine = self._llm.llm_engine
+        self._guard = end_with_this(children() - before)  # vLLM's engine process outlives one that is killed
         config = self._engine.vllm_config
         self.max_positions = int(config.model_config.max_model_len)
         self.vocabulary = int(config.model_config.get_vocab_size())
@@ -227,3 +230,6 @@ class VLLMEngine(TurnEngine):
             self._llm, core = None, self._engine.engine_core
             core.shutdown()
             self._writing.clear()
+            if self._guard is not None:
+                self._guard.kill()
+                self._guard.wait()

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from mopd.processes import children, end_with_this
 from mopd.sampling.base import Completion
 from teachers.scoring.prompts import Prompt, PromptScores, answers_of, checked, prompts_of
 from teachers.scoring.requests import ScoreAnswer, ScoreRequest, TeacherError
@@ -60,6 +61,7 @@ class VLLMLocal:
                          "disable_log_stats": True, "seed": 0}
         self._lock = threading.Lock()  # a vllm.LLM is asked by one thread at a time
         self._llm: Any = None
+        self._guard: Any = None
         self._closed = False
 
     @classmethod
@@ -82,11 +84,13 @@ class VLLMLocal:
 
             # On the CPU compiling a model's kernels takes long and gains nothing for scoring.
             more = {"enforce_eager": True} if vllm_runs_on_cpu() else {"gpu_memory_utilization": self.memory_share}
+            before = children()
             try:
                 self._llm = LLM(**self._options, **more)
             except (ValueError, RuntimeError, OSError) as error:
                 raise TeacherError(f"teacher {self.teacher!r}: vLLM does not take {self.model}: "
                                    f"{' '.join(str(error).split())[:500]}") from error
+            self._guard = end_with_this(children() - before)  # vLLM's engine process outlives one that is killed
             self.max_tokens = self._llm.llm_engine.model_config.max_model_len - 1
         return self._llm
 
@@ -185,6 +189,9 @@ class VLLMLocal:
             llm, self._llm, self._closed = self._llm, None, True
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
+            if self._guard is not None:
+                self._guard.kill()
+                self._guard.wait()
 
 
 def _read(prompt: Prompt, flat: Any) -> PromptScores:
