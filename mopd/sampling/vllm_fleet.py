@@ -58,7 +58,7 @@ class VLLMFleet(TurnEngine):
                  version: int = 0):
         super().__init__(max_batch=max_batch, version=version, patience_s=patience_s)
         self.vocabulary, self.served_model, self.api_key_env = vocabulary, served_model, api_key_env
-        self.timeout_s, self.retries = timeout_s, retries
+        self.retries = retries
         self.max_positions: int | None = None
         self.max_logprobs = 0
         self.served = ""
@@ -261,7 +261,7 @@ class VLLMFleet(TurnEngine):
         limit = await self._told_limit(endpoint, model)
         for token in (3, 5):  # one allowed id has all of the policy's probability, and not all of the model's
             turn = Turn(PROBE, 1, 1.0, 0, only=(token,))
-            status, content = await self._servers.post(endpoint, wire.PATH, wire.body(model, turn), self.timeout_s)
+            status, content = await self._servers.post(endpoint, wire.PATH, wire.body(model, turn), self._servers.timeout_s)
             if status == 404:
                 raise Unfit(f"knows no {wire.PATH}, which takes and gives token ids; start it with --enable-scale-out, "
                                   "as `mopd serve` does")

@@ -57,7 +57,7 @@ class VLLMServers:
     def __init__(self, urls: Sequence[str], *, teacher: str, served_model: str = "", model: str = "", api_key_env: str = "",
                  timeout_s: float = 120.0, retries: int = 4, concurrency: int = 16, max_request_tokens: int = 65536):
         self.teacher, self.model, self.served_model, self.api_key_env = teacher, model, served_model, api_key_env
-        self.timeout_s, self.retries, self.concurrency = timeout_s, retries, max(1, concurrency)
+        self.retries, self.concurrency = retries, max(1, concurrency)
         self.max_request_tokens = max_request_tokens
         self.returns = 0
         self.scored_tokens = self.computed_tokens = 0
@@ -288,7 +288,7 @@ class VLLMServers:
         text = Prompt(CANARY, 1, 0, (0,))
         for way in self.ways:
             status, content = await self._servers.post(endpoint, wire.PATHS[way], wire.body(way, card["id"], text),
-                                                       self.timeout_s)
+                                                       self._servers.timeout_s)
             if status == 200:
                 try:
                     scores = wire.read_answer(way, card["id"], text, content)
@@ -310,7 +310,7 @@ class VLLMServers:
 
     async def _limit_of_k(self, endpoint: Endpoint, card: dict[str, Any]) -> int:
         question = wire.body("completions", card["id"], Prompt(CANARY[:2], 1, 1_000_000_000, (0,)))
-        status, content = await self._servers.post(endpoint, wire.PATHS["completions"], question, self.timeout_s)
+        status, content = await self._servers.post(endpoint, wire.PATHS["completions"], question, self._servers.timeout_s)
         return (wire.largest_k(content) or 0) if status == 400 else 0
 
     async def _identity(self) -> dict[str, Any]:

@@ -58,14 +58,14 @@ def test_tokens_of_a_bad_answer_are_missing_under_its_reason(name, through, prox
 @pytest.mark.parametrize("name", ["HTTP 500", "a connection that breaks", "a server that hangs"])
 def test_a_server_that_does_not_answer_is_down_until_it_does(name, through, proxy):
     (backend, requests), fault = through, by_name(name)
-    backend.timeout_s = 1.0 if name == "a server that hangs" else 20.0
+    backend._servers.timeout_s = 1.0 if name == "a server that hangs" else 20.0
     damage(proxy, fault)
     with pytest.raises(TeacherUnreachable) as raised:
         backend.score(requests[:1])
     seen(fault, str(raised.value))
     assert sum(backend.faults.values()) >= 1
     proxy.reset()
-    backend.timeout_s = 20.0
+    backend._servers.timeout_s = 20.0
     answered_again(backend, requests)
     assert backend.returns == 1
 
