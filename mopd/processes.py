@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 ROUNDS, PAUSE_S, WATCH_S = 20, 0.01, 0.5
@@ -46,7 +47,7 @@ def end_with_this(processes: Iterable[int]) -> subprocess.Popen | None:
     """Have `processes` killed when this process is gone, however it ended; None where there are none. A small process of
     its own sees to it (they may be of a library that does not), which ends with the last of them, or when it is killed."""
     named = []
-    for process in processes:
+    for process in set(processes) - {resource_tracker._resource_tracker._pid}:  # that one tidies up after the others
         with contextlib.suppress(OSError):
             named.append(f"{process}:{_stat(Path('/proc') / str(process))[_STARTED]}")
     if not named:

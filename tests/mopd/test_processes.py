@@ -14,15 +14,19 @@ pytestmark = pytest.mark.skipif(not known(), reason="this system does not tell o
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 PARENT = f"""
 import subprocess, sys, time
+from multiprocessing import resource_tracker
 from mopd.processes import children, end_with_this
 def start():
     return subprocess.Popen([sys.executable, "-c", {STUBBORN!r}], start_new_session=True, stdout=subprocess.PIPE)
 kept = start()
 before = children()
 ended = start()
-assert children() - before == {{ended.pid}}
+resource_tracker.ensure_running()
+tracker = resource_tracker._resource_tracker._pid
+assert children() - before == {{ended.pid, tracker}}
 kept.stdout.readline(), ended.stdout.readline()
 guard = end_with_this(children() - before)
+assert str(tracker) not in [word.partition(":")[0] for word in guard.args[5:]]
 print(kept.pid, ended.pid, guard.pid, flush=True)
 time.sleep(600)
 """
