@@ -102,7 +102,8 @@ def open_launch(config: Config) -> Launch:
         if found["tokenizer"] is not None:
             positions = attempt("student.model", lambda: _positions(config.student))
     if found.get("tokenizer") is not None:
-        found["renderer"] = attempt("student.model", lambda: ChatRenderer(found["tokenizer"]))
+        found["renderer"] = attempt("student.model", lambda: ChatRenderer(
+            found["tokenizer"], stop_strings=config.sampling.stop_strings))
     train = config.train
     objective = attempt("train.objective", lambda: make_objective(train.objective, train.objective_options))
     if registry is not None:
@@ -287,7 +288,7 @@ def _handshake(config: Config, registry: TeacherRegistry, found: dict[str, Any],
     return registry.handshake(
         found["tokenizer"], student=folder_identity(config.student.model, trust_remote_code=config.student.trust_remote_code),
         stop_ids=() if renderer is None else renderer.stop_ids, longest=longest,
-        top_k=int(getattr(objective, "top_k", 0)))
+        stop_strings=config.sampling.stop_strings, top_k=int(getattr(objective, "top_k", 0)))
 
 
 def _device() -> str:

@@ -60,6 +60,7 @@ class SamplingConfig:
     engine_timeout_s: float = 600.0  # server: of one turn
     engine_retries: int = 4  # server: of one turn, before it counts as trouble
     engine_wait_s: float = 600.0  # how long a step waits for an engine that writes nothing
+    stop_strings: list[str] = dataclasses.field(default_factory=list)  # texts that end a turn, beside the template's end
     vllm_options: VLLMOptionsConfig = dataclasses.field(default_factory=VLLMOptionsConfig)
     engine_options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of an engine of your own
     overlap: int = 0  # versions by which sampling may run ahead of training; 0: strictly on-policy
@@ -115,6 +116,8 @@ def sampling_errors(config: Any) -> list[str]:
         for key in ("seconds", "tokens"):
             if not getattr(prior, key) > 0:
                 errors.append(f"sampling.priors.{name}.{key}: {getattr(prior, key)} must be positive")
+    if not all(isinstance(text, str) and text for text in sampling.stop_strings):
+        errors.append(f"sampling.stop_strings: {sampling.stop_strings} must be texts that are not empty")
     if sampling.weight_transfer not in WEIGHT_TRANSFERS:
         errors.append(f"sampling.weight_transfer: '{sampling.weight_transfer}' is not one of {', '.join(WEIGHT_TRANSFERS)}")
     elif sampling.weight_transfer != "file" and (sampling.engine != "server" or sampling.overlap > 0):

@@ -44,7 +44,8 @@ def evaluate_models(config: Config, models: dict[str, str], domains: list[str], 
                     trusted = _trusted(config, folder)
                     tokenizer = load_tokenizer(folder, trust_remote_code=trusted)
                     engines[model] = (HFEngine(load_model(folder, trust_remote_code=trusted),
-                                               max_batch=config.evaluate.batch), ChatRenderer(tokenizer))
+                                               max_batch=config.evaluate.batch), ChatRenderer(
+                                                   tokenizer, stop_strings=config.sampling.stop_strings))
                 engine, renderer = engines[model]
                 played = play_tasks(engine, domain.pool, name, tasks[name], renderer, domain.harnesses,
                                     temperature=config.evaluate.temperature, seed=config.seed,

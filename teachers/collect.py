@@ -94,7 +94,8 @@ class TeacherPlayer:
         self.temperature = config.collect.temperatures.get(name, self.teacher.temperature)
         if self.temperature is None:
             self.temperature = config.collect.temperature
-        self.renderer = ChatRenderer(load_tokenizer(self.teacher.model, trust_remote_code=self.teacher.trust_remote_code))
+        self.renderer = ChatRenderer(load_tokenizer(self.teacher.model, trust_remote_code=self.teacher.trust_remote_code),
+                                     stop_strings=config.sampling.stop_strings)
         self._engine: HFEngine | VLLMEngine | None = None
         self._model_config: Any = None
 
@@ -120,6 +121,7 @@ class TeacherPlayer:
         registry = TeacherRegistry([self.spec], {self.name: self.id})
         try:
             registry.handshake(tokenizer, stop_ids=self.renderer.stop_ids,
+                               stop_strings=self.config.sampling.stop_strings,
                                longest={self.id: self.config.domains[self.name].max_context_tokens})
         except BaseException:
             registry.close()

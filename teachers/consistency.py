@@ -124,7 +124,8 @@ def measure_distances(config: Config, domains: Sequence[str], student: nn.Module
             continue
         domain = config.domains[name]
         rows = sample_fresh_turns(engine, chosen, SamplingOptions(
-            config.train.temperature, max_tokens=domain.max_turn_tokens, stop_ids=renderer.stop_ids))
+            config.train.temperature, max_tokens=domain.max_turn_tokens, stop_ids=renderer.stop_ids,
+            stop_strings=renderer.stop_strings))
         for member in members:
             found.append(_distance(config, name, member, student, rows, renderer.end_id, where))
     return found

@@ -105,13 +105,14 @@ def shared_ids(student: Mapping[int, str], teacher: Mapping[int, str], *, teache
 
 def introduce(student: Mapping[str, Any], teacher: Mapping[str, Any], *, teacher_id: str, backend: str = "hf",
               stop_ids: Collection[int] = (), longest: int | None = None, top_k: int = 0,
-              revision: str = "", cross_tokenizer: bool = False) -> Agreement:
+              revision: str = "", cross_tokenizer: bool = False, stop_strings: Collection[str] = ()) -> Agreement:
     """Compare two identities.
 
     stop_ids     ids at which this run ends a turn
     longest      tokens of the longest context that this teacher has to read
     top_k        likeliest ids that the run asks of a teacher that gives no distribution
     revision     what the config says the teacher's must be
+    stop_strings texts at which it ends one
     cross_tokenizer   its tokens may mean something else: it is asked by texts, and ids are not compared
     Raises TokenizerMismatch for other tokens, TeacherError with every other reason why this teacher cannot serve this run.
     """
@@ -139,7 +140,7 @@ def introduce(student: Mapping[str, Any], teacher: Mapping[str, Any], *, teacher
     elif rows and rows > shared and not whole:
         notes.append(f"teacher {teacher_id!r} has {rows - shared} rows of padding, which count in its softmax (a trained "
                      "model gives them next to nothing)")
-    notes += _differences(student, teacher, teacher_id, stop_ids)
+    notes += _differences(student, teacher, teacher_id, stop_ids, stop_strings)
     tokens = "same" if theirs and not extra else f"first {shared} same" if theirs else "not told"
     return Agreement(teacher_id, shared, tuple(notes), _facts(student, teacher, backend, longest, shared, tokens))
 
@@ -198,7 +199,7 @@ def _unfit(teacher, teacher_id, backend, longest, top_k, revision) -> list[str]:
     return errors
 
 
-def _differences(student, teacher, teacher_id, stop_ids) -> list[str]:
+def _differences(student, teacher, teacher_id, stop_ids, stop_strings) -> list[str]:
     """Notes about ends, roles, special tokens and the chat template."""
     notes, names = [], student["vocabulary"]
     ours, theirs = set(student.get("end_ids") or ()), set(teacher.get("end_ids") or ())
@@ -208,9 +209,9 @@ def _differences(student, teacher, teacher_id, stop_ids) -> list[str]:
     if theirs and stop_ids and not theirs & set(stop_ids):
         notes.append(f"turns of this run end with {_tokens(stop_ids, names)}, which is no end for teacher {teacher_id!r}: "
                      "its score of every turn's last token may be low without meaning anything")
-    if strings := teacher.get("stop_strings"):
+    if strings := sorted(set(teacher.get("stop_strings") or ()) - set(stop_strings)):
         notes.append(f"teacher {teacher_id!r} also stops at the texts {', '.join(map(repr, strings))}, which this run does "
-                     "not know as ends")
+                     "not know as ends (sampling.stop_strings)")
     for role, number in (student.get("roles") or {}).items():
         other = (teacher.get("roles") or {}).get(role, number)
         if role != "eos" and other != number:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from mopd.sampling.base import Completion, Request, SamplingOptions
+from mopd.sampling.base import Completion, Request, SamplingOptions, stopped
 from teachers.scoring.requests import TeacherError
 from teachers.scoring.turns import Turn, turns_of
 
@@ -55,7 +55,7 @@ class VLLMEngine:
             if isinstance(answer, str):
                 raise TeacherError(f"teacher {self.writer.teacher!r} wrote no turn for request {number} (session "
                                    f"{requests[number].session!r}): {answer}")
-            found.append(answer)
+            found.append(stopped(answer, options.stop_strings))
         return found
 
     def end_sessions(self, sessions: Iterable[str]) -> None:

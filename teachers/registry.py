@@ -206,11 +206,12 @@ class TeacherRegistry:
 
     def handshake(self, student_tokenizer: Any, *, student: Mapping[str, Any] | None = None,
                   stop_ids: Collection[int] = (), longest: Mapping[str, int] | None = None,
-                  top_k: int = 0) -> int:
+                  top_k: int = 0, stop_strings: Collection[str] = ()) -> int:
         """Introduce every teacher to the student (see teachers.handshake); returns the number of ids that all share.
 
         student      its identity; by default what its tokenizer tells
         stop_ids     at which the run ends a turn
+        stop_strings texts at which it ends one
         longest      teacher -> tokens of the longest context that it has to read
         top_k        likeliest ids that the run asks of teachers that give no distribution
         No model weights are read but for their fingerprint. Warns of every note; raises TokenizerMismatch or TeacherError
@@ -223,7 +224,7 @@ class TeacherRegistry:
             try:
                 found = introduce(student, self.identity(spec), teacher_id=spec.id, backend=spec.backend, stop_ids=stop_ids,
                                   longest=(longest or {}).get(spec.id), top_k=top_k, revision=spec.revision,
-                                  cross_tokenizer=spec.cross_tokenizer)
+                                  cross_tokenizer=spec.cross_tokenizer, stop_strings=stop_strings)
                 if spec.cross_tokenizer:
                     self._translators[spec.id] = self._translator(spec, student_tokenizer)
             except (TeacherError, TeacherUnreachable, OSError, ValueError) as error:

@@ -142,7 +142,8 @@ def _run(config: Config, domains: Sequence[str], out: Path, baseline: bool, rank
     if options.lora.rank:
         check_lora(key)
         check_targets(base, options.lora, key, trust_remote_code=config.student.trust_remote_code)
-    renderer = ChatRenderer(load_tokenizer(base, trust_remote_code=config.student.trust_remote_code))
+    renderer = ChatRenderer(load_tokenizer(base, trust_remote_code=config.student.trust_remote_code),
+                            stop_strings=config.sampling.stop_strings)
     found = ranks.together("reading the demonstrations", lambda: read_demonstrations(config, options, domains, renderer))
     if options.evaluate_every:
         check_evaluation(config, key, options, domains, found.held_out)

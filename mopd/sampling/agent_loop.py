@@ -65,7 +65,7 @@ def play_episodes(
     options = SamplingOptions(
         temperature, top_p, top_k,
         max((h.max_turn_tokens for given in harnesses.values() for h in harnesses_of(given).values()), default=1),
-        renderer.stop_ids,
+        renderer.stop_ids, renderer.stop_strings,
     )
     playing = [Playing(spec, harnesses[spec.domain], renderer, family=pools[spec.domain].family, source=source,
                        fingerprint=fingerprint, number=number) for number, spec in enumerate(episodes)]

@@ -8,6 +8,8 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from mopd.sampling.stop_strings import StopStrings
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingOptions:
@@ -15,7 +17,7 @@ class SamplingOptions:
 
     top_k   only the ids that are at least as likely as the k-th; 0: all
     top_p   of these only the likeliest, until they hold this much probability; 1: all. One id always stays
-    `stop_ids` end a turn and are kept as its last token.
+    `stop_ids` end a turn and are kept as its last token; `stop_strings` end it with the token that completes one.
     """
 
     temperature: float = 1.0
@@ -23,6 +25,7 @@ class SamplingOptions:
     top_k: int = 0
     max_tokens: int = 32
     stop_ids: tuple[int, ...] = ()
+    stop_strings: StopStrings | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +54,18 @@ class Completion:
     version: int | np.ndarray
     candidates: tuple[np.ndarray | None, ...] | None = None
     experts: np.ndarray | None = None
+
+
+def stopped(turn: Completion, strings: StopStrings | None) -> Completion:
+    """A whole turn of an engine that knows no texts, up to where one of `strings` ended it. What it wrote behind changes
+    nothing before it, so this is what stopping there would have given."""
+    end = None if strings is None else strings.end_of(turn.tokens)
+    if end is None:
+        return turn
+    versions = turn.version if isinstance(turn.version, int) else turn.version[:end]
+    read = None if turn.experts is None else turn.experts[:len(turn.experts) - (len(turn.tokens) - end)]
+    return Completion(turn.tokens[:end], turn.logprob[:end], "stop", versions,
+                      None if turn.candidates is None else turn.candidates[:end], read)
 
 
 @runtime_checkable

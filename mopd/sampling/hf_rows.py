@@ -40,6 +40,11 @@ class _Kind:
     options: SamplingOptions
     stops: np.ndarray
 
+    def ended(self, tokens: np.ndarray) -> bool:
+        """Whether the last of a turn's tokens [n] ended it, and not its limit alone."""
+        strings = self.options.stop_strings
+        return bool(self.stops[tokens[-1]]) or (strings is not None and strings.ended(tokens))
+
 
 class Rows:
     """Places for `count` rows, of turns of at most `width` tokens (more room is made where one is longer).
@@ -108,7 +113,7 @@ class Rows:
         self.experts.pop(place, None)
 
     def _kind_number(self, options: SamplingOptions) -> int:
-        key = (options.temperature, options.top_p, options.top_k, options.stop_ids)
+        key = (options.temperature, options.top_p, options.top_k, options.stop_ids, options.stop_strings)
         if key not in self._kind_of:
             stops = np.zeros(self.engine.vocabulary, dtype=bool)
             stops[list(options.stop_ids)] = True
@@ -120,7 +125,7 @@ class Rows:
         """What was sampled at this place."""
         count = int(self.counts[place])
         tokens = self.tokens[place, :count].astype(np.uint32)
-        finish = "stop" if self.kinds[self._kind[place]].stops[tokens[-1]] else "length"
+        finish = "stop" if self.kinds[self._kind[place]].ended(tokens) else "length"
         sets = self.candidates.get(place, ())
         candidates = tuple(sets) if any(ids is not None for ids in sets) else None
         return Completion(tokens, self.logprobs[place, :count].copy(), finish, self._versions(place, count), candidates,
@@ -281,6 +286,9 @@ class Rows:
         self.counts[places] = counts + 1
         self.engine.stats["sampled_tokens"] += len(places)
         done = kind.stops[drawn] | (counts + 1 >= self.limits[places])
+        if kind.options.stop_strings is not None:
+            done |= [kind.options.stop_strings.ended(self.tokens[place, :count + 1])
+                     for place, count in zip(places.tolist(), counts.tolist(), strict=True)]
         if done.any():
             finished = set(places[done].tolist())
             for i in sorted(finished):

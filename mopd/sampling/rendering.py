@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from mopd.sampling.stop_strings import StopStrings
 from prefix_store.importers.base import RowRefused
 from prefix_store.trajectory import Fingerprint
 
@@ -110,6 +111,7 @@ class ChatRenderer:
     tokenizer          a Hugging Face tokenizer with a chat template
     system_role        False: the template has no system role, so the system prompt goes before the first user message
     stop_ids           ids that end an action; by default the token that closes a message, and the tokenizer's end token
+    stop_strings       texts that end one too; they stay part of it
     template_options   further values that the template reads (`enable_thinking`, a date)
 
     `escaped` counts, by role, the control tokens found in outside text and made harmless (a space after their first
@@ -123,6 +125,7 @@ class ChatRenderer:
         *,
         system_role: bool = True,
         stop_ids: Iterable[int] | None = None,
+        stop_strings: Iterable[str] = (),
         template_options: Mapping[str, Any] | None = None,
     ):
         if not getattr(tokenizer, "chat_template", None):
@@ -149,6 +152,8 @@ class ChatRenderer:
         self.stop_ids: tuple[int, ...] = tuple(sorted({int(i) for i in stop_ids}))
         if not self.stop_ids:
             raise RenderingError("no token ends a turn: the tokenizer has no eos token; set one, or pass stop_ids")
+        strings = tuple(stop_strings)
+        self.stop_strings = StopStrings(strings, tokenizer) if strings else None
         self.end_id: int = self._end_id if self._end_id in self.stop_ids else self.stop_ids[0]
 
     # Text

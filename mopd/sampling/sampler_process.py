@@ -226,7 +226,8 @@ class _Sampler:
         torch.set_num_threads(self.spec.threads)
         self._say("loading the student")
         check_model_source(config.student.model)
-        renderer = ChatRenderer(load_tokenizer(config.student.model, trust_remote_code=config.student.trust_remote_code))
+        renderer = ChatRenderer(load_tokenizer(config.student.model, trust_remote_code=config.student.trust_remote_code),
+                                stop_strings=config.sampling.stop_strings)
         self.engine = make_engine(config, number=self.spec.number, of=config.sampling.samplers)
         parts.callback(getattr(self.engine, "close", lambda: None))
         if self.spec.weights is not None:

@@ -257,7 +257,8 @@ class Streams:
                 sequence += len(seeds)
         result.selection = self._selection(plan)
         options = {name: SamplingOptions(self.temperature, self.top_p, self.top_k, max_tokens=d.harness.max_turn_tokens,
-                                         stop_ids=self.renderer.stop_ids) for name, d in self.domains.items()}
+                                         stop_ids=self.renderer.stop_ids,
+                                         stop_strings=self.renderer.stop_strings) for name, d in self.domains.items()}
         further = self.resumer.turns if self.resumer is not None else {}
         resumed = [p for p in points if p.domain in further]
         rows = sample_fresh_turns(self.engine, [p for p in points if p.domain not in further], options, ended=self.ended)

@@ -209,6 +209,8 @@ class Writing:
 
     def add(self, piece: Piece) -> Completion | None:
         """Take what was written of `turn()`; the whole turn where that was its end."""
+        if self.options.stop_strings is not None:
+            piece = self._stopped(piece)
         if len(piece.tokens):
             self.pieces.append(piece)
             self.count += len(piece.tokens)
@@ -221,6 +223,19 @@ class Writing:
             np.concatenate([part.tokens for part in parts]), np.concatenate([part.logprob for part in parts]), piece.finish,
             int(versions[0]) if (versions == versions[0]).all() else versions.astype(np.int32),
             tuple(sets) if any(one is not None for one in sets) else None, parts[-1].experts)
+
+
+    def _stopped(self, piece: Piece) -> Piece:
+        """The piece up to where a stop string ended the turn. vLLM has no texts here and writes on; what it writes behind an
+        end changes nothing before it, so this is what stopping there would have given."""
+        tokens = np.concatenate([*(part.tokens for part in self.pieces), piece.tokens])
+        end = self.options.stop_strings.end_of(tokens, self.count)
+        if end is None:
+            return piece
+        count = end - self.count
+        read = None if piece.experts is None else piece.experts[:len(piece.experts) - (len(piece.tokens) - count)]
+        return Piece(piece.tokens[:count], piece.logprob[:count], piece.versions[:count], "stop",
+                     None if piece.candidates is None else piece.candidates[:count], read)
 
 
 def check_request(request: Request, options: SamplingOptions, vocabulary: int, positions: int | None) -> None:

@@ -58,7 +58,8 @@ class Works:
         self.domains, self.store, self.renderer, self.seed = domains, store, renderer, seed
         self.fingerprint, self.source = fingerprint, Source("student", student)
         longest = max((h.max_turn_tokens for d in domains.values() for h in d.harnesses.values()), default=1)
-        self.options = SamplingOptions(temperature, top_p, top_k, longest, renderer.stop_ids)
+        self.options = SamplingOptions(temperature, top_p, top_k, longest, renderer.stop_ids,
+                                       renderer.stop_strings)
         turns = {name: number for name, number in (resume_turns or {}).items() if number > 1}
         self.resumer = Resumer(domains=domains, store=store, renderer=renderer, turns=turns) if turns and store else None
         self._prefixes: collections.OrderedDict[DecisionPoint, np.ndarray] = collections.OrderedDict()

@@ -19,6 +19,7 @@ from mopd.sampling.vllm_turns import told_of
     (["sampling.engine=server", "sampling.urls=[127.0.0.1:80]"], r"sampling.urls\[0\]: '127.0.0.1:80' is not an address"),
     (["sampling.engine=server", "sampling.urls=[http://u:secret@h:1]"], "an address holds no user name or key"),
     (["sampling.engine=server", "sampling.urls=[http://a:1,http://a:1]"], "an address stands there twice"),
+    (["sampling.stop_strings=[a,'']"], "sampling.stop_strings: .* must be texts that are not empty"),
     (["sampling.urls=[http://a:1]"], "sampling.urls: the engine 'hf' does not read it"),
     (["sampling.vllm_options.dtype=float32"], "sampling.vllm_options: the engine 'hf' does not read them"),
     (["sampling.engine=vllm", "sampling.vllm_options.dtype=fp8"], "vllm_options.dtype: 'fp8' is not one of"),
