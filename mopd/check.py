@@ -118,6 +118,8 @@ def open_launch(config: Config) -> Launch:
     if train.aggregation_to is not None:
         attempt("train.aggregation_to", lambda: aggregation_schedule(train.aggregation_to, train.aggregation_to, 0, 1))
     attempt("train.optimizer", lambda: _check_optimizer(config))
+    if config.deepspeed.sequence_parallel_size > 1:
+        attempt("deepspeed.sequence_parallel_size", lambda: _check_columns(config))
     attempt("train.domain_schedule", lambda: Schedule(config))
     attempt("sampling.engine", lambda: engine_known(config))
     wanted = {(name, stream) for name in config.domains for stream, share in stream_shares(config, name).items()
@@ -257,8 +259,19 @@ def _check_place(run: str) -> None:
         raise ValueError(f"nothing can be written to {place}; name another folder with run=FOLDER")
 
 
+def _check_columns(config: Config) -> None:
+    from transformers import AutoConfig
+
+    from mopd.learner.sequence_parallel import sequence_parallel_errors
+
+    model = AutoConfig.from_pretrained(config.student.model, trust_remote_code=config.student.trust_remote_code)
+    if found := sequence_parallel_errors(model.get_text_config(), config.deepspeed.sequence_parallel_size):
+        raise ValueError(f"the attention of {config.student.model} cannot be split over so many ranks: {'; '.join(found)}")
+
+
 def _check_optimizer(config: Config) -> None:
-    if found := learner_config(config.train.optimizer, config).errors():
+    if found := learner_config(config.train.optimizer, config, prefix_gradient=config.train.prefix_gradient,
+                               sequence_parallel_size=config.deepspeed.sequence_parallel_size).errors():
         raise ValueError("; ".join(found))
 
 

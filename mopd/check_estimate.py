@@ -29,6 +29,7 @@ def estimate_record(config: Any) -> dict[str, Any]:
     return {
         "ranks": found.ranks, "parameters": shape.parameters, "active": shape.active + shape.head,
         "setting": {"zero_stage": given.zero_stage, "dtype": given.dtype, "autoep_size": given.autoep_size,
+                    "sequence_parallel_size": given.sequence_parallel_size,
                     "gradient_checkpointing": given.gradient_checkpointing, "offload_optimizer": given.offload_optimizer,
                     "offload_parameters": given.offload_parameters, "micro_batch_tokens": config.train.micro_batch_tokens},
         "device": {part: size / GIB for part, size in found.device.items() if size},
@@ -51,6 +52,7 @@ def print_estimate(record: dict[str, Any], console: Console, *, markdown: bool =
     setting = record["setting"]
     how = [f"ZeRO-{setting['zero_stage']}", setting["dtype"]]
     how += [f"experts over {setting['autoep_size']}"] * bool(setting["autoep_size"])
+    how += [f"columns over {setting['sequence_parallel_size']}"] * (setting["sequence_parallel_size"] > 1)
     how += ["checkpointing"] * setting["gradient_checkpointing"] + ["optimizer offloaded"] * setting["offload_optimizer"]
     how += ["weights offloaded"] * setting["offload_parameters"]
     title = (f"memory of one of {record['ranks']} rank(s), about ({record['parameters'] / 1e9:.3g} B parameters, "

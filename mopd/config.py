@@ -388,6 +388,9 @@ def semantic_errors(config: Config, *, plays: bool = True) -> list[str]:
         if name not in config.domains:
             errors.append(f"selection.quotas.{name}: no such domain; there is {_names(config.domains)}")
     errors += deepspeed_errors(config.deepspeed)
+    if config.deepspeed.sequence_parallel_size > 1 and config.train.routing_similarity_every:
+        errors.append("train.routing_similarity_every: it compares routes of whole rows, and with "
+                      "deepspeed.sequence_parallel_size above 1 no rank computes them; set 0")
     one_of(errors, "student.attention", config.student.attention, ("auto", "sdpa", "eager", "flex_attention"))
     one_of(errors, "train.prefix_gradient", train.prefix_gradient, ("full", "none"))
     if train.routing_replay and config.student.attention == "flex_attention":
@@ -558,7 +561,7 @@ def _message(path: Any, errors: list[str]) -> str:
 
 
 def learner_config(optimizer: OptimizerConfig, config: Config, *, log_file: str = "", prefix_gradient: str = "full",
-                   routing_replay: bool = False):
+                   routing_replay: bool = False, sequence_parallel_size: int = 1):
     """The learner's own config for one kind of training (imports torch)."""
     from mopd.learner.engine import LearnerConfig
 
@@ -571,5 +574,6 @@ def learner_config(optimizer: OptimizerConfig, config: Config, *, log_file: str 
         autoep_size=config.deepspeed.autoep_size, autoep_preset=config.deepspeed.autoep_preset,
         split_on_imbalance=config.deepspeed.split_on_imbalance,
         offload_optimizer=config.deepspeed.offload_optimizer, offload_parameters=config.deepspeed.offload_parameters,
-        prefix_gradient=prefix_gradient, routing_replay=routing_replay, logits_mib=config.deepspeed.logits_mib,
+        prefix_gradient=prefix_gradient, routing_replay=routing_replay,
+        sequence_parallel_size=sequence_parallel_size, logits_mib=config.deepspeed.logits_mib,
         deepspeed=config.deepspeed.raw, log_file=log_file)

@@ -16,6 +16,7 @@ class DeepSpeedConfig:
     gradient_checkpointing: bool = False
     autoep_size: int = 0  # ranks over which the experts of a Mixture-of-Experts model are spread; 0: none
     autoep_preset: str = ""  # how its MoE layers are found; empty: by the model's type
+    sequence_parallel_size: int = 1  # ranks that share the columns of each micro-batch (Ulysses); 1: none do
     split_on_imbalance: int = 0  # token copies that a rank of spread experts may get in a pass; 0: any number
     offload_optimizer: bool = False  # master weights and optimizer states in the host's memory, where the update runs
     offload_parameters: bool = False  # weights in the host's memory, a module at a time on the device

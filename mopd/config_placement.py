@@ -63,6 +63,9 @@ def placement_errors(config: Any) -> list[str]:
     if ranks > 1 and experts > 1 and ranks % experts:
         errors.append(f"deepspeed.autoep_size: experts spread over {experts} ranks need a multiple of {experts} ranks, and "
                       f"placement.learner has {ranks}")
+    if ranks > 1 and ranks % (columns := max(1, config.deepspeed.sequence_parallel_size)):
+        errors.append(f"deepspeed.sequence_parallel_size: {columns} ranks share columns, which needs a multiple of {columns} "
+                      f"ranks, and placement.learner has {ranks}")
     for name, fleet in place.teachers.items():
         key = f"placement.teachers.{name}"
         if name not in config.teachers:

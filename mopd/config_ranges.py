@@ -29,7 +29,7 @@ RANGES: dict[str, dict[str, tuple[float | None, float | None]]] = {
     "CollectConfig": {"temperature": (0, None), "top_p": (0, 1), "top_k": (0, None), "batch": (1, None),
                       "samples_per_task": (1, None), "retries": (0, None), "processes": (0, None)},
     "ConsistencyConfig": {"points": (0, None), "threshold": (0, None)},
-    "DeepSpeedConfig": {"autoep_size": (0, None), "split_on_imbalance": (0, None)},
+    "DeepSpeedConfig": {"autoep_size": (0, None), "sequence_parallel_size": (1, None), "split_on_imbalance": (0, None)},
     "LearnerPlacement": {"nodes": (1, None), "ranks_per_node": (1, None)},
     "FleetPlacement": {"nodes": (0, None), "servers_per_node": (0, None), "gpus_per_server": (0, None),
                        "first_gpu": (0, None), "port": (0, 65535)},

@@ -153,7 +153,8 @@ def _loop(config: Config, launch: Launch, folder: Path, checkpoints: Path, ranks
             if plan.streams is not None:
                 streams = {name: loss_streams(config, name, parts) for name, parts in plan.streams.items()}
                 trainer.config = dataclasses.replace(trainer.config, stream_share=streams)
-            report = trainer(share_of(samples.rows, costs, ranks), shares=plan.shares)
+            report = trainer(share_of(samples.rows, costs, ranks, together=config.deepspeed.sequence_parallel_size),
+                             shares=plan.shares)
             ranks.at(f"step {step}, handing weights to the engine")
             weights = source.hand_over()
             notes = source.trained(plan, samples, report)

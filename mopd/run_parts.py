@@ -40,8 +40,8 @@ from teachers.grading import centre, has_spread
 from teachers.watch import TeacherWatch
 
 # keys of the section deepspeed that say where and in which pieces things are computed: results differ by rounding alone
-LAYOUT = ("zero_stage", "autoep_size", "autoep_preset", "split_on_imbalance", "offload_optimizer", "offload_parameters",
-          "gradient_checkpointing", "logits_mib")
+LAYOUT = ("zero_stage", "autoep_size", "autoep_preset", "sequence_parallel_size", "split_on_imbalance", "offload_optimizer",
+          "offload_parameters", "gradient_checkpointing", "logits_mib")
 
 
 def check_ranks(config: Config, ranks: Ranks) -> None:
@@ -55,6 +55,12 @@ def check_ranks(config: Config, ranks: Ranks) -> None:
     if experts > 1 and ranks.size % experts:
         error = (f"deepspeed.autoep_size: experts spread over {experts} ranks need a multiple of {experts} ranks, and this "
                  f"job has {ranks.size}; start it with `mopd train CONFIG --ranks {experts}` or another launcher, or set 0")
+        raise ConfigError(error, [error])
+    columns = config.deepspeed.sequence_parallel_size
+    if ranks.size % columns:
+        error = (f"deepspeed.sequence_parallel_size: {columns} ranks share a micro-batch's columns, which needs a multiple "
+                 f"of {columns} ranks, and this job has {ranks.size}; start it with `mopd train CONFIG --ranks {columns}` or "
+                 "another launcher, or set 1")
         raise ConfigError(error, [error])
 
 
@@ -118,10 +124,12 @@ def build_learner(config: Config, launch: Launch, folder: Path, ranks: Ranks | N
         config.student.model, attention=config.student.attention, trust_remote_code=config.student.trust_remote_code))
     pad = launch.tokenizer.pad_token_id
     train = config.train
+    columns = config.deepspeed.sequence_parallel_size if ranks.size > 1 else 1  # `mopd selftest` has one process
     log = "deepspeed.log" if ranks.first else f"deepspeed.rank-{ranks.rank}.log"
     learner = Learner(model, config=learner_config(train.optimizer, config, log_file=str(folder / log),
                                                    prefix_gradient=train.prefix_gradient,
-                                                   routing_replay=train.routing_replay),
+                                                   routing_replay=train.routing_replay,
+                                                   sequence_parallel_size=columns),
                       total_steps=train.steps, pad_id=launch.renderer.end_id if pad is None else pad)
     step = StepConfig(
         objective=train.objective, objective_options=train.objective_options, aggregation=train.aggregation,

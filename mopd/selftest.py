@@ -67,6 +67,10 @@ def selftest(learner: Learner, step: LearnerStep, *, ids: Sequence[int], seed: i
     # Under ZeRO-3 no rank has the student whole.
     plain = None if learner.config.zero_stage == 3 else _plain(learner.model, step.temperature)
     checks = [enumeration(), *agreement(student, rows, tolerance, plain)]
+    if learner.sequence is not None:
+        parts = Subject(f"student over {learner.sequence.size} ranks",
+                        lambda batch: _split_scores(learner, step, batch), *layout)
+        checks += agreement(parts, rows, tolerance, plain)
     for scorer, domains in _scorers(step).items():
         if getattr(scorer, "by_text", False):  # random ids are no text that another tokenizer could read
             checks.append(Check("alignment", f"teacher {scorer.teacher}", None, 0.0, 0.0,
@@ -83,6 +87,13 @@ def selftest(learner: Learner, step: LearnerStep, *, ids: Sequence[int], seed: i
         checks += agreement(subject, [row for row in rows if row.domain in domains], tolerance, plain)
     checks += objective_checks(learner, step, rows)
     return checks
+
+
+def _split_scores(learner: Learner, step: LearnerStep, batch: MicroBatch) -> torch.Tensor:
+    """The student's scores [N] with the columns spread over the ranks of its group (deepspeed.sequence_parallel_size)."""
+    own = learner.forward_only([learner.sequence.mine(batch.to(learner.device))], lambda logits, part: label_logprob(
+        logits, part.label, step.temperature), split=True)[0]
+    return learner.sequence.join(batch.to(learner.device), own).float().cpu()
 
 
 def require(checks: Sequence[Check]) -> None:

@@ -111,6 +111,9 @@ def check_layout(config: Config) -> None:
         raise ConfigError(f"deepspeed.autoep_size: {config.deepspeed.autoep_size} spreads experts over ranks, and a teacher "
                           "has all of them on every rank; take deepspeed.autoep_size=0 for this command, and "
                           "deepspeed.zero_stage=3 to split the weights")
+    if config.deepspeed.sequence_parallel_size > 1:
+        raise ConfigError(f"deepspeed.sequence_parallel_size: {config.deepspeed.sequence_parallel_size} ranks share columns "
+                          "in `mopd train` alone; take 1 for this command")
 
 
 def run_sft(config: Config, domains: Sequence[str], out: str | Path, *, baseline: bool = False) -> SupervisedResult:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,6 +22,9 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 
 from mopd.learner.packing import MicroBatch
 from mopd.learner.routing import follow
+
+if TYPE_CHECKING:
+    from mopd.learner.sequence_parallel import SequenceParallel
 
 SDPA, EAGER = "mopd_packed_sdpa", "mopd_packed_eager"
 _MINE = {"sdpa": SDPA, "eager": EAGER}
@@ -36,6 +39,9 @@ class Packed:
     keep     layer number -> (keys, values) [B, Hk, P, D], to be filled: the pass over the prefix
     prefix   the same, to be read: the pass over what branches off
     routes   int16 [N, L, k], experts to be replayed for the N tokens of the pass (mopd.learner.routing); None: none
+    over     splits the columns over ranks (mopd.learner.sequence_parallel): queries, keys and values are this rank's, the
+             mask is whole; None: one rank has all
+    plain    with `over`: all columns are causal, whatever mask Transformers made for this rank's
     """
 
     trunk: int = 0
@@ -43,13 +49,22 @@ class Packed:
     keep: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
     prefix: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
     routes: torch.Tensor | None = None
+    over: SequenceParallel | None = None
+    plain: bool = False
 
 
 def packed_attention(module: nn.Module, query, key, value, attention_mask, *, packed: Packed | None = None, **options):
     """An attention function of Transformers' registry: query [B, H, Q, D], key and value [B, Hk, K, D], mask
     [B, 1, Q, K] or None -> [B, Q, H, D] and None. Without `packed` the plain function of the family."""
-    inner = _sdpa if module.config._attn_implementation == SDPA else _eager
     follow(None if packed is None else packed.routes)
+    if packed is None or packed.over is None:
+        return _attend(module, query, key, value, attention_mask, packed, **options)
+    mask = None if packed.plain else attention_mask
+    return packed.over.attend(lambda q, k, v: _attend(module, q, k, v, mask, packed, **options)[0], query, key, value), None
+
+
+def _attend(module: nn.Module, query, key, value, attention_mask, packed: Packed | None, **options):
+    inner = _sdpa if module.config._attn_implementation == SDPA else _eager
     if packed is None:
         return inner(module, query, key, value, attention_mask, **options)
     if packed.keep is not None:

@@ -31,6 +31,7 @@ from mopd.learner.packing import PREFIX_GRADIENTS, MicroBatch, empty_micro_batch
 from mopd.learner.raw_keys import unread_keys
 from mopd.learner.router_drift import Drift, RouterDrift
 from mopd.learner.routing import Replayed, RoutingReplay, gate_rules
+from mopd.learner.sequence_parallel import SequenceParallel
 from mopd.losses.chunked import CHUNK_BYTES
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ OWNED = {
     "gradient_clipping": "optimizer.gradient_clip", "zero_optimization.stage": "deepspeed.zero_stage",
     "train_batch_size": "micro_batch_tokens", "train_micro_batch_size_per_gpu": "micro_batch_tokens",
     "gradient_accumulation_steps": "micro_batch_tokens", "managed_gradient_accumulation": "micro_batch_tokens",
-    "expert_parallel": "deepspeed.autoep_size",
+    "expert_parallel": "deepspeed.autoep_size", "sequence_parallel_size": "deepspeed.sequence_parallel_size",
 }
 
 
@@ -60,6 +61,8 @@ class LearnerConfig:
     autoep_size         ranks over which DeepSpeed's AutoEP spreads the experts of every MoE layer (a divisor of the number
                         of ranks and of the number of experts); 0: every rank has all experts
     autoep_preset       how AutoEP finds the model's MoE layers; empty: by the model's type
+    sequence_parallel_size   ranks that share each micro-batch's columns through DeepSpeed's Ulysses (a divisor of the number
+                        of ranks and of the model's heads, see mopd.learner.sequence_parallel); 1: none do
     split_on_imbalance  token copies that one expert-parallel rank may get in a layer of one pass; a micro-batch with more is
                         halved (see mopd.learner.imbalance); 0: never
     offload_optimizer   optimizer states and master weights in the host's memory, where the update runs (zero_stage 1-3)
@@ -88,6 +91,7 @@ class LearnerConfig:
     gradient_checkpointing: bool = False
     autoep_size: int = 0
     autoep_preset: str = ""
+    sequence_parallel_size: int = 1
     split_on_imbalance: int = 0
     offload_optimizer: bool = False
     offload_parameters: bool = False
@@ -121,9 +125,13 @@ class LearnerConfig:
         for key, value in dict(self.deepspeed).items():
             given = [key] + [f"{key}.{name}" for name in value] if isinstance(value, dict) else [key]
             found += [f"DeepSpeed's key {name} is made here; set {OWNED[name]} instead" for name in given if name in OWNED]
-        if dict(self.deepspeed).get("sequence_parallel_size", 1) != 1:
-            found.append("DeepSpeed's key sequence_parallel_size cannot be used: its Ulysses attention drops masks, and rows "
-                         "of branches are attended to by a mask alone (docs/distributed.md)")
+        if self.sequence_parallel_size < 1:
+            found.append(f"sequence_parallel_size must be 1 (off) or more, got {self.sequence_parallel_size}")
+        if self.sequence_parallel_size > 1 and self.prefix_gradient != "full":
+            found.append("sequence_parallel_size above 1 needs prefix_gradient full: prefixes without a graph are not split")
+        if self.sequence_parallel_size > 1 and self.split_on_imbalance:
+            found.append("sequence_parallel_size above 1 and split_on_imbalance do not go together: each rank of a group "
+                         "would halve a micro-batch in its own way")
         if self.prefix_gradient not in PREFIX_GRADIENTS:
             found.append(f"prefix_gradient must be full or none, got {self.prefix_gradient!r}")
         if self.logits_mib <= 0:
@@ -279,7 +287,9 @@ class Learner:
         deepspeed = import_deepspeed(shm_build=config.shm_build, log_file=config.log_file)
         rules = gate_rules(model) if config.routing_replay else []
         self.experts = SpreadExperts(model, config.autoep_size) if config.autoep_size else None
-        self.module = PackedLM(model, logits_bytes=int(config.logits_mib * 2**20))
+        self.sequence = None if config.sequence_parallel_size == 1 else SequenceParallel(
+            model, config.sequence_parallel_size, rank=self.rank, world_size=self.world_size, pad_id=pad_id)
+        self.module = PackedLM(model, logits_bytes=int(config.logits_mib * 2**20), over=self.sequence)
         if self.experts is not None:
             self.module.config = model.config  # AutoEP knows a model's family by it
         self._step_norm: torch.Tensor | None = None
@@ -398,7 +408,8 @@ class Learner:
         return optimizer
 
     def train_step(self, micro_batches: Sequence[MicroBatch], loss_function: LossFunction) -> StepReport:
-        """One optimizer step over `micro_batches` (this rank's; every rank must call it).
+        """One optimizer step over `micro_batches` (this rank's; every rank must call it; with sequence_parallel_size
+        `sequence.mine` of those of its group).
 
         loss_function(logits float32 [n, V], micro-batch of these tokens) -> (scalar loss, dict of detached tensors
         [n, ...]); called for a chunk of a micro-batch's loss tokens at a time (see `logits_mib`), and the losses of all
@@ -411,6 +422,7 @@ class Learner:
         rate = learning_rate_at(self.step, self.config, self.total_steps, self.spent)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        micro_batches = self._columns(micro_batches)
         self.engine.train()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         details = []
@@ -472,16 +484,19 @@ class Learner:
         self.engine.backward(loss * self.world_size if self.world_size > 1 else loss)
 
     @torch.no_grad()
-    def forward_only(self, micro_batches: Sequence[MicroBatch], function) -> list[Any]:
+    def forward_only(self, micro_batches: Sequence[MicroBatch], function, *, split: bool = False) -> list[Any]:
         """`function(logits float32 [n, V], micro-batch of these tokens)` -> [n, ...], joined over the chunks of each
-        micro-batch, in evaluation mode; expert loads do not count. Every rank must call it."""
+        micro-batch, in evaluation mode; expert loads do not count. Every rank must call it. `split` is for micro-batches
+        of which this rank has `sequence.mine`; otherwise it computes all columns by itself."""
         was_training = self.module.training
         self.engine.eval()
-        results = []
+        self.module.over = self.sequence if split else None
+        results, micro_batches = [], self._columns(micro_batches) if split else micro_batches
         for batch in self._agreed(micro_batches):
             found = self.module.per_token(batch.to(self.device), function)
             if len(results) < len(micro_batches):
                 results.append(found)
+        self.module.over = self.sequence
         self.engine.train(was_training)
         return results
 
@@ -493,7 +508,11 @@ class Learner:
                 torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX)
         yield from micro_batches
         for _ in range(max(1, int(count)) - len(micro_batches)):
-            yield empty_micro_batch(self.pad_id, self.config.prefix_gradient)
+            empty = empty_micro_batch(self.pad_id, self.config.prefix_gradient)
+            yield empty if self.module.over is None else self.module.over.columns(empty)
+
+    def _columns(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        return micro_batches if self.sequence is None else [self.sequence.columns(batch) for batch in micro_batches]
 
     @contextlib.contextmanager
     def _waiting(self):

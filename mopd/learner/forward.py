@@ -7,7 +7,7 @@ The same code serves the student (inside DeepSpeed's engine) and in-process teac
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,6 +15,9 @@ from torch import nn
 from mopd.learner.attention import Packed, attention_argument, sliding_window, use_packed_attention
 from mopd.learner.packing import MicroBatch
 from mopd.losses.chunked import CHUNK_BYTES, Head, HeadSpec, chunk_rows, chunked_loss
+
+if TYPE_CHECKING:
+    from mopd.learner.sequence_parallel import SequenceParallel
 
 
 def base_model(model: nn.Module) -> nn.Module:
@@ -26,9 +29,10 @@ def base_model(model: nn.Module) -> nn.Module:
     return base
 
 
-def hidden_at_loss_tokens(model: nn.Module, batch: MicroBatch) -> torch.Tensor:
+def hidden_at_loss_tokens(model: nn.Module, batch: MicroBatch, over: SequenceParallel | None = None) -> torch.Tensor:
     """Last hidden states [N, H] at the positions that predict the loss tokens.
 
+    over   the batch holds this rank's columns (`SequenceParallel.columns`); every rank of the group must call it
     A prefix part is run first, without a graph; what branches off it attends to its keys and values. Raises ValueError
     where the model's attention cannot take them.
     """
@@ -39,7 +43,8 @@ def hidden_at_loss_tokens(model: nn.Module, batch: MicroBatch) -> torch.Tensor:
     if use_packed_attention(model):
         window = sliding_window(config)
         packed = Packed(trunk=batch.trunk, causal=window is None or window >= batch.trunk,
-                        routes=None if batch.routes is None else batch.routes.flatten(0, 1))
+                        routes=None if batch.routes is None else batch.routes.flatten(0, 1),
+                        over=over, plain=batch.attention is None)
         extra["packed"] = packed
     if batch.prefix_ids is not None:
         if not extra:
@@ -52,7 +57,7 @@ def hidden_at_loss_tokens(model: nn.Module, batch: MicroBatch) -> torch.Tensor:
     output = base(
         input_ids=batch.input_ids,
         # Rows without branches have consecutive positions: the model's own default.
-        position_ids=None if batch.attention is None else batch.position_ids,
+        position_ids=None if batch.attention is None and over is None else batch.position_ids,
         attention_mask=attention_argument(config, batch, dtype),
         use_cache=False,
         **extra,
@@ -97,16 +102,17 @@ class PackedLM(nn.Module):
     """The module that DeepSpeed drives: a causal LM whose forward takes a micro-batch and returns the loss of it.
 
     The loss is computed inside the forward, a chunk of loss tokens at a time: never more than one chunk of logits is
-    alive (see mopd.losses.chunked.chunked_loss). `logits_bytes` is the budget for a chunk's working tensors.
+    alive (see mopd.losses.chunked.chunked_loss). `logits_bytes` is the budget for a chunk's working tensors. With `over`
+    micro-batches hold this rank's columns, and every rank of its group must come.
     """
 
-    def __init__(self, model: nn.Module, *, logits_bytes: int = CHUNK_BYTES):
+    def __init__(self, model: nn.Module, *, logits_bytes: int = CHUNK_BYTES, over: SequenceParallel | None = None):
         super().__init__()
-        self.model, self.logits_bytes = model, logits_bytes
+        self.model, self.logits_bytes, self.over = model, logits_bytes, over
 
     def forward(self, batch: MicroBatch, loss_function: LossFunction | None = None):
         """(loss, details) with `loss_function`; without one all logits [N, V] at once, with a graph."""
-        hidden = hidden_at_loss_tokens(self.model, batch)
+        hidden = hidden_at_loss_tokens(self.model, batch, self.over)
         if loss_function is None:
             return apply_head(self.model, hidden)
         if head_of(self.model) is None:  # a head of its own kind: as it is, unchunked

@@ -66,7 +66,7 @@ class StepConfig:
     max_staleness   tokens sampled by weights older than this many versions are left out and counted
     staleness_decay   a token's weight is multiplied by this number to the power of its age in versions; 1: nothing is.
                     See `LearnerStep._aged`
-    token_budget    padded tokens per micro-batch
+    token_budget    padded tokens per micro-batch and rank
     peak_alert, cold_alert   expert load limits (METHOD section 5)
     router_drift_alert   share of a trained router's choices on fixed inputs that may differ from the start's
     routing_similarity_every   steps between two measures of how far teacher and student agree on experts; 0: none
@@ -131,7 +131,8 @@ def _on_tokens(objective: Objective, name: str, arguments: dict[str, Any], chose
 
 
 class LearnerStep:
-    """Callable once per optimizer step. Every rank calls it with its own rows (possibly none).
+    """Callable once per optimizer step. Every rank calls it with its own rows (possibly none); the ranks of a group of
+    sequence_parallel_size with the same.
 
     domains   all domain names in the run's order
     scorers   domain -> Scorer; one scorer may serve several domains
@@ -169,8 +170,12 @@ class LearnerStep:
         is skipped with a warning (METHOD section 8)."""
         config, version = self.config, self.learner.step if step is None else step
         clock = time.perf_counter()
-        batches = pack(rows, token_budget=config.token_budget, pad_id=self.learner.pad_id, domains=self.domains,
-                       streams=STREAMS, prefix_gradient=self.learner.config.prefix_gradient)
+        sequence = self.learner.sequence
+        batches = pack(rows, token_budget=config.token_budget * (1 if sequence is None else sequence.size),
+                       pad_id=self.learner.pad_id, domains=self.domains, streams=STREAMS,
+                       prefix_gradient=self.learner.config.prefix_gradient)
+        if sequence is not None:
+            batches = [sequence.mine(batch) for batch in batches]
         packed = time.perf_counter()
         missing = self._score(batches, version)
         scored = time.perf_counter()
@@ -192,8 +197,12 @@ class LearnerStep:
         self._release()
         sums, turns = StepSums(), TurnSums() if config.turn_scores else None
         for batch, keep, old, detail in zip(batches, include, stale, report.details, strict=True):
+            if not batch.loss_tokens:
+                continue  # the other ranks of its group have them all
             fields = {name: getattr(batch, name).numpy() for name in (
                 "domain", "stream", "turn", "row", "action", "version", "behaviour_logprob", "weight")}
+            if "begins" in batch.extra:
+                fields["begins"] = batch.extra["begins"].numpy()
             if batch.candidates is not None:
                 fields["candidates"] = batch.candidates.counts.numpy()
             loss = detail.pop("loss")
@@ -242,7 +251,7 @@ class LearnerStep:
         """Which scorer is called with which micro-batch, in order: one scorer after the other. A scorer whose calls are
         collective gets empty micro-batches up to the largest number of any rank."""
         calls: dict[Scorer, list[MicroBatch]] = {scorer: [] for scorer in self.scorers.values()}
-        for batch in batches:
+        for batch in (batch for batch in batches if batch.loss_tokens):
             calls[self.scorers[self.domains[int(batch.domain[0])]]].append(batch)
         together = [parts for scorer, parts in calls.items() if getattr(scorer, "collective", False)]
         if together:
@@ -283,7 +292,7 @@ class LearnerStep:
         for batch in batches:
             sampled = batch.version.numpy() >= 0
             old = sampled & (version - batch.version.numpy() > self.config.max_staleness)
-            scored = batch.extra["teacher_scored"].cpu().numpy()
+            scored = batch.extra["teacher_scored"].cpu().numpy() if batch.loss_tokens else np.zeros(0, bool)
             include.append(scored & ~old)
             stale.append(old)
         return include, stale
@@ -295,9 +304,11 @@ class LearnerStep:
         if config.balance != "normalised":
             return domain_balance(config.balance, self.domains, fixed=config.balance_weights)
         # σ needs the log-probabilities of all tokens before any weight: one forward without a graph.
-        ratios = self.learner.forward_only(batches, self._log_ratio)
+        ratios = self.learner.forward_only(batches, self._log_ratio, split=True)
         parts: dict[str, list] = {d: [] for d in self.domains}
         for batch, keep, ratio in zip(batches, include, ratios, strict=True):
+            if ratio is None:
+                continue
             # What the objective's own mask leaves out, and what is not finite (no loss either), does not count.
             chosen = torch.from_numpy(keep & np.isin(batch.stream.numpy(), list(OWN_STREAMS))) & torch.isfinite(ratio)
             parts[self.domains[int(batch.domain[0])]].append(moments(ratio[chosen]))

@@ -158,6 +158,13 @@ class TurnSums:
         return found
 
 
+def begins_of(row: np.ndarray, action: np.ndarray) -> np.ndarray:
+    """bool [N]: the first token of each action, of tokens in a micro-batch's order."""
+    first = np.ones(len(row), dtype=bool)
+    first[1:] = (np.diff(row) != 0) | (np.diff(action) != 0)
+    return first
+
+
 class StepSums:
     """CellSums by (domain, stream) index of a whole step."""
 
@@ -166,15 +173,16 @@ class StepSums:
 
     def add(self, tokens: Mapping[str, np.ndarray], diagnostics: Mapping[str, torch.Tensor], *, version: int) -> None:
         """Take one micro-batch's tokens: its per-loss-token fields with `loss`, `include` and `stale`, and where ids were cut
-        off `candidates`, int [N] how many were left (0: all)."""
+        off `candidates`, int [N] how many were left (0: all); where actions may have begun elsewhere `begins`, bool [N]."""
         found = {name: value.detach().float().cpu().numpy() for name, value in diagnostics.items()}
         gap = found["student_logprob"].astype(np.float64) - tokens["behaviour_logprob"] if "student_logprob" in found \
             else np.full(len(tokens["domain"]), np.nan)
         known = np.isfinite(gap)
         streams = int(tokens["stream"].max(initial=0)) + 1
         cells = tokens["domain"] * streams + tokens["stream"]
-        first = np.ones(len(cells), dtype=bool)
-        first[1:] = (np.diff(tokens["row"]) != 0) | (np.diff(tokens["action"]) != 0)
+        first = tokens.get("begins")
+        if first is None:
+            first = begins_of(tokens["row"], tokens["action"])
         for cell in np.unique(cells):
             here = cells == cell
             part = CellSums(

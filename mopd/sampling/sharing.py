@@ -129,11 +129,11 @@ def episode_from_plain(plain: dict[str, Any]) -> Episode:
                    **{name: plain[name] for name in EPISODE_FIELDS})
 
 
-def share_of(rows: ListLike[Row], costs: ListLike[float], ranks: Ranks) -> list[Row]:
-    """This rank's rows to train on, evenly by cost over the ranks; with one rank all of them. Every rank that has the same
-    rows finds its own part without a word to the others."""
-    if ranks.size == 1:
+def share_of(rows: ListLike[Row], costs: ListLike[float], ranks: Ranks, *, together: int = 1) -> list[Row]:
+    """This rank's rows to train on, evenly by cost over the ranks; with one rank all of them. `together` neighbouring ranks
+    get the same. Every rank that has the same rows finds its own part without a word to the others."""
+    if ranks.size == together:
         return list(rows)
     from mopd.learner.packing import spread
 
-    return [rows[i] for i in spread(costs, ranks.size)[ranks.rank]]
+    return [rows[i] for i in spread(costs, ranks.size // together)[ranks.rank // together]]

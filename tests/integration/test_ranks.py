@@ -38,6 +38,8 @@ CASES = {
     "zero 2, experts spread": ("mixed", ["deepspeed.zero_stage=2", *SPREAD]),
     "zero 3": ("mixed", ["deepspeed.zero_stage=3"]),
     "zero 3, experts spread": ("further", ["deepspeed.zero_stage=3", *SPREAD]),
+    "zero 3, columns shared": ("mixed", ["deepspeed.zero_stage=3", "deepspeed.sequence_parallel_size=2",
+                                         "train.selftest=true"]),
 }
 RECIPES = {"mixed": MIXED, "further": FURTHER}
 
