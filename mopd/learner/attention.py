@@ -55,7 +55,8 @@ class Packed:
 
 def packed_attention(module: nn.Module, query, key, value, attention_mask, *, packed: Packed | None = None, **options):
     """An attention function of Transformers' registry: query [B, H, Q, D], key and value [B, Hk, K, D], mask
-    [B, 1, Q, K] or None -> [B, Q, H, D] and None. Without `packed` the plain function of the family."""
+    [B, 1, Q, K], or its last rows as `attention_argument` gives them, or None -> [B, Q, H, D] and None. Without `packed` the
+    plain function of the family."""
     follow(None if packed is None else packed.routes)
     if packed is None or packed.over is None:
         return _attend(module, query, key, value, attention_mask, packed, **options)
@@ -78,7 +79,8 @@ def _attend(module: nn.Module, query, key, value, attention_mask, packed: Packed
     plain = packed.causal and inner is _sdpa
     first, _ = inner(module, query[:, :, :trunk], key[:, :, :trunk], value[:, :, :trunk],
                      None if plain else attention_mask[:, :, :trunk, :trunk], **options)
-    rest, _ = inner(module, query[:, :, trunk:], key, value, attention_mask[:, :, trunk:], **options)
+    below = attention_mask.shape[2] - (query.shape[2] - trunk)  # 0 where only these rows were made
+    rest, _ = inner(module, query[:, :, trunk:], key, value, attention_mask[:, :, below:], **options)
     return torch.cat([first, rest], dim=1), None
 
 
@@ -109,13 +111,18 @@ def use_packed_attention(model: nn.Module) -> bool:
     return True
 
 
-def attention_argument(config, batch: MicroBatch, dtype: torch.dtype) -> Any:
+def attention_argument(config, batch: MicroBatch, dtype: torch.dtype, packed: Packed | None = None) -> Any:
     """What goes in as `attention_mask`: None for plain causal rows, else a 4-D mask [B, 1, T, P + T] (additive for
     sdpa and eager, a block mask for FlexAttention), cut to the sliding window for layers that have one; a dict by layer
-    type where the model wants one."""
+    type where the model wants one. Where `packed_attention` needs none for the trunk, the rows behind it alone: of long
+    trunks the square would be most of what a pass holds."""
     mask = batch.attention
     if mask is None:
         return None  # Transformers builds causal and sliding masks from consecutive positions by itself
+    first = 0
+    if packed is not None and packed.causal and config._attn_implementation == SDPA and 1 < packed.trunk < mask.shape[2]:
+        first = packed.trunk
+        mask = mask[:, :, first:]
     kinds = set(getattr(config, "layer_types", None) or ())
     full = _for_kernel(mask, config, dtype)
     window = sliding_window(config)
@@ -125,7 +132,7 @@ def attention_argument(config, batch: MicroBatch, dtype: torch.dtype) -> Any:
     if batch.prefix_ids is not None:
         before = torch.arange(batch.prefix_ids.shape[1], device=keys.device)
         keys = torch.cat([before.expand(len(keys), -1), keys], dim=1)
-    distance = batch.position_ids[:, None, :, None] - keys[:, None, None, :]
+    distance = batch.position_ids[:, None, first:, None] - keys[:, None, None, :]
     # Padding queries keep their own key: a row without any key would be NaN.
     sliding = _for_kernel(mask & (distance < window), config, dtype)
     if len(kinds) > 1:

@@ -58,7 +58,7 @@ def hidden_at_loss_tokens(model: nn.Module, batch: MicroBatch, over: SequencePar
         input_ids=batch.input_ids,
         # Rows without branches have consecutive positions: the model's own default.
         position_ids=None if batch.attention is None and over is None else batch.position_ids,
-        attention_mask=attention_argument(config, batch, dtype),
+        attention_mask=attention_argument(config, batch, dtype, extra.get("packed")),
         use_cache=False,
         **extra,
     )
