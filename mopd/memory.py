@@ -93,13 +93,15 @@ def layer_activations(layer: Layer, hidden: int, size: int) -> int:
     return 2 * norm + heads + mlp + routed
 
 
-def activations(shape: Shape, *, tokens: int, context: int, dtype: str, checkpointing: bool) -> int:
+def activations(shape: Shape, *, tokens: int, context: int, dtype: str, checkpointing: bool, columns_over: int = 1) -> int:
     """Bytes that a micro-batch of `tokens` in rows of `context` needs between forward and backward pass: every layer's, or
-    with checkpointing every layer's input and one layer's own; and the mask of rows with branches (tokens × context)."""
+    with checkpointing every layer's input and one layer's own; and at most the mask of rows with branches (tokens × context).
+    Of `columns_over` ranks that share micro-batches each has `tokens` of them, and the mask whole."""
     size = BYTES[dtype]
     each = [layer_activations(layer, shape.hidden, size) * tokens for layer in shape.layers]
     ends = tokens * shape.hidden * (size + 4)
-    mask = tokens * min(context, tokens) * (1 + size)
+    whole = tokens * columns_over
+    mask = whole * min(context, whole) * (1 + size)
     if checkpointing:
         return len(each) * tokens * shape.hidden * size + max(each, default=0) + ends + mask
     return sum(each) + ends + mask
@@ -112,13 +114,15 @@ def estimate(config: Any, shape: Shape | None = None) -> Estimate:
     shape = shape or shape_of(config.student.model, trust_remote_code=config.student.trust_remote_code,
                               freeze_router=config.student.freeze_router)
     context = max((domain.max_context_tokens for domain in config.domains.values()), default=1024)
-    tokens, notes = max(train.micro_batch_tokens, context), []
-    if context > train.micro_batch_tokens:
-        notes.append(f"a micro-batch has {context} tokens, one whole sequence, which is more than train.micro_batch_tokens")
+    over = given.sequence_parallel_size
+    tokens, notes = max(train.micro_batch_tokens, -(-context // over)), []
+    if tokens > train.micro_batch_tokens:
+        notes.append(f"a micro-batch has {context} tokens, one whole sequence, which is more than train.micro_batch_tokens"
+                     + (f" of {over} ranks" if over > 1 else ""))
     device, host = model_states(shape, stage=given.zero_stage, dtype=given.dtype, ranks=ranks, experts_over=given.autoep_size,
                                 offload_optimizer=given.offload_optimizer, offload_parameters=given.offload_parameters)
     device["activations"] = activations(shape, tokens=tokens, context=context, dtype=given.dtype,
-                                        checkpointing=given.gradient_checkpointing)
+                                        checkpointing=given.gradient_checkpointing, columns_over=over)
     device["logits"] = round(given.logits_mib * 2**20) + shape.hidden * 8 * tokens
     size, whole = BYTES[given.dtype], given.zero_stage < 3 and not given.autoep_size
     engine = config.sampling.engine
@@ -133,7 +137,7 @@ def estimate(config: Any, shape: Shape | None = None) -> Estimate:
     else:
         device["engine"] = 0 if whole else shape.parameters * size
         device["cache"] = train.sampling_batch * shape.cache(context) * size
-    _teachers(config, device, notes, ranks, tokens, shape)
+    _teachers(config, device, notes, ranks, tokens * over, shape)  # teachers read whole rows
     phases = {phase: sum(device.get(part, 0) for part in parts) for phase, parts in KEPT.items()}
     return Estimate(ranks, device, host, phases, tuple(notes))
 

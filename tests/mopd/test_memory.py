@@ -147,6 +147,16 @@ def test_checkpointing_keeps_one_layer_and_inputs():
                                  rel=0.1)
 
 
+def test_ranks_that_share_columns_each_hold_their_part_of_a_long_context(tiny_run):
+    long = ["placement.learner.ranks_per_node=2", "train.micro_batch_tokens=64"]
+    whole, shared = (estimate(tiny_run.config(*long, f"deepspeed.sequence_parallel_size={size}")) for size in (1, 2))
+    assert shared.device["activations"] < 0.75 * whole.device["activations"]
+    assert shared.device["scoring"] >= whole.device["scoring"], "teachers here read whole rows"
+    assert "one whole sequence" in " ".join(whole.notes) and "of 2 ranks" in " ".join(shared.notes)
+    with pytest.raises(ConfigError, match="3 ranks share columns, which needs a multiple of 3 ranks"):
+        tiny_run.config("placement.learner.ranks_per_node=2", "deepspeed.sequence_parallel_size=3")
+
+
 def test_what_offloading_and_a_sleeping_engine_free(tiny_run):
     plain = estimate(tiny_run.config("deepspeed.zero_stage=3", "placement.device_memory_gib=1"))
     off = estimate(tiny_run.config("deepspeed.zero_stage=3", "deepspeed.offload_optimizer=true",
