@@ -33,7 +33,7 @@ from mopd.rows import STREAMS, Action, Row
 # Largest mean difference in log-probability (nats) between two ways to compute it. A shift or a leak gives whole nats.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 LOW_PRECISION_TOLERANCE = 0.1
-TRUNK, TURN = 40, 6
+TRUNK, TURN, PLANTED = 40, 6, 4
 
 
 class SelftestFailed(RuntimeError):
@@ -194,25 +194,27 @@ def agreement(subject: Subject, rows: Sequence[Row], tolerance: float, plain: Ca
 
 
 def shift(subject: Subject, row: Row, tolerance: float) -> Check:
-    """Replace the tokens of one turn one by one: the score of the replaced token must move, none before it."""
+    """Replace the tokens of one turn one by one, each by a few others, since one of them may happen to be as likely: the
+    score of the replaced token must move, none before it."""
     original = max(row.actions, key=lambda action: len(action.tokens))
-    other = next(int(t) for t in row.trunk if t not in original.tokens)
-    variants = [original]
-    for place in range(len(original.tokens)):
+    others = [token for token in dict.fromkeys(row.trunk.tolist()) if token not in original.tokens][:PLANTED]
+    size, variants = len(original.tokens), [original]
+    for place, other in itertools.product(range(size), others):
         tokens = original.tokens.copy()
         tokens[place] = other
         variants.append(dataclasses.replace(original, tokens=tokens))
     scores = subject.by_action([dataclasses.replace(row, actions=tuple(variants))], token_budget=100_000)
-    wrong, size = 0, len(original.tokens)
+    found = [scores.get((0, number), np.zeros(0)) for number in range(len(variants))]
+    wrong = 0
     for place in range(size):
-        first, second = (scores.get((0, number), np.zeros(0)) for number in (0, place + 1))
-        if len(first) != size or len(second) != size:
+        planted = found[1 + place * len(others) :][: len(others)]
+        if any(len(one) != size for one in (found[0], *planted)):
             wrong += 1
             continue
-        change = np.abs(second - first)
-        wrong += bool((change[:place] > tolerance).any() or not change[place] > tolerance)
+        change = np.abs(np.stack(planted) - found[0])
+        wrong += bool((change[:, :place] > tolerance).any() or not (change[:, place] > tolerance).any())
     return Check("shift", subject.name, wrong == 0, wrong, 0,
-                 f"of {len(original.tokens)} planted tokens, those whose score is found at another place")
+                 f"of {size} planted tokens, those whose score is found at another place")
 
 
 def _difference(name: str, subject: str, left: dict, right: dict, tolerance: float, words: str) -> Check:
