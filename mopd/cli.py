@@ -309,8 +309,7 @@ def _no_launcher() -> None:
 
 @app.command()
 def train(config: ConfigPath, overrides: Overrides = None,
-          resume: Annotated[str, typer.Option(help="auto: go on from the last checkpoint, if there is one; never: start anew"
-                                              )] = "auto",
+          resume: Annotated[str, typer.Option(help="auto: go on, unless the run is finished; never: start anew")] = "auto",
           rollback: Annotated[int, typer.Option(min=0, help="Go back this many steps first, to a kept checkpoint")] = 0,
           ranks: Annotated[int, typer.Option(min=1, help="Processes to start here; else see docs/distributed.md")] = 1):
     """The MOPD² run: sample, score, train; writes the student, its metrics and its checkpoints."""

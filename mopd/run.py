@@ -33,6 +33,7 @@ from mopd.run_parts import (
     check_ranks,
     find_checkpoints,
     finish,
+    finished_run,
     prove,
     say_distances,
     selftest_run,
@@ -50,9 +51,11 @@ __all__ = ["TooManyFailures", "selftest_run", "train"]
 
 def train(config: Config, *, resume: bool = True, rollback: int = 0) -> Path:
     """Train one student as `config.train` says; returns the folder of the finished student. Goes on from the last checkpoint
-    of this very run if there is one; without `resume` it starts anew, with `rollback` it goes that many steps back first.
+    of this very run if there is one, and does nothing where it is finished; without `resume` it starts anew, with `rollback`
+    it goes that many steps back first.
 
-    Writes RUN/students/NAME/seed-S/{config.json, manifest.json, metrics.jsonl, checkpoints/, model/, episodes.json}, with
+    Writes RUN/students/NAME/seed-S/{config.json, manifest.json, metrics.jsonl, checkpoints/, model/, episodes.json,
+    finished.json}, with
     stored prefixes selection.json (what was drawn) and, where scores were measured, scores.json; with samplers that run
     ahead accounts.json (what became of every launched group) and a log of each.
     On several ranks every one calls it with the same config (docs/distributed.md); the files are rank 0's.
@@ -69,6 +72,10 @@ def train(config: Config, *, resume: bool = True, rollback: int = 0) -> Path:
             ranks.agree("what it found (teachers, store, tokenizer)", launch.manifest)
             with contextlib.ExitStack() as held:
                 ranks.together("taking the run's folder", lambda: take_folder(folder, ranks, held))
+                if resume and not rollback and (words := ranks.of_first(lambda: finished_run(config, launch, folder))):
+                    if ranks.first:
+                        print(words)
+                    return folder / "model"
                 checkpoints = find_checkpoints(config, launch, folder, resume, rollback, ranks)
                 model = _train(config, launch, folder, checkpoints, ranks)
         finally:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 import tempfile
@@ -19,13 +20,13 @@ from mopd.config import Config, ConfigError, learner_config, resume_turns, strea
 from mopd.config_domains import WORKER_KEYS
 from mopd.config_sampling import sampling_identity
 from mopd.export_model import whole_student
-from mopd.learner.checkpoint import close_folder, folder_of, own_folder
+from mopd.learner.checkpoint import FINISHED, close_folder, folder_of, own_folder
 from mopd.learner.engine import Learner
 from mopd.learner.model import load_model, save_model
 from mopd.learner.step import LearnerStep, StepConfig
 from mopd.locks import only_process
 from mopd.metrics import MetricsBusy
-from mopd.ranks import Ranks
+from mopd.ranks import Ranks, digest
 from mopd.rollback import roll_back
 from mopd.run_records import scored_episodes, write_selection
 from mopd.sampling.advantages import GroupAdvantage
@@ -39,6 +40,7 @@ from teachers.consistency import measure_distances, print_distances
 from teachers.grading import centre, has_spread
 from teachers.watch import TeacherWatch
 
+FINISHED_RUN = "finished.json"  # in a student's folder: which run is over
 # keys of the section deepspeed that say where and in which pieces things are computed: results differ by rounding alone
 LAYOUT = ("zero_stage", "autoep_size", "autoep_preset", "sequence_parallel_size", "split_on_imbalance", "offload_optimizer",
           "offload_parameters", "gradient_checkpointing", "logits_mib")
@@ -80,12 +82,40 @@ def find_checkpoints(config: Config, launch: Launch, folder: Path, resume: bool,
             return
         if rollback:
             print(roll_back(folder, folder_of(place, identical), rollback), file=sys.stderr)
+        (folder / FINISHED_RUN).unlink(missing_ok=True)
         own_folder(place, identical, resume=resume)
         (aside := folder / ".config.json").write_text(json.dumps(to_dict(config), indent=1))
         aside.replace(folder / "config.json")
 
     ranks.together("looking at the checkpoints", tidy)
     return folder_of(place, identical)
+
+
+def run_digest(config: Config, launch: Launch) -> str:
+    """Of all that a whole run's result depends on: `identity`, and the teachers that serve it from the start."""
+    served = {name: {key: value for key, value in dataclasses.asdict(teacher).items() if key != "urls"}
+              for name, teacher in config.teachers.items()}
+    found = {name: {key: value for key, value in entry.items() if key != "urls"}
+             for name, entry in launch.manifest["teachers"].items()}
+    mixed = {name: [part.teacher, part.teacher_weights, part.teacher_mixture] for name, part in config.domains.items()}
+    return digest([identity(config, launch), served, found, mixed])
+
+
+def finished_run(config: Config, launch: Launch, folder: Path) -> str:
+    """In words that this very run is over and its student is there, "" where it is not. To be called before training: what a
+    kill at the end left to do is done."""
+    try:
+        record = json.loads((folder / FINISHED_RUN).read_text())
+    except (OSError, ValueError):
+        return ""
+    model = folder / "model"
+    if record.get("run") != run_digest(config, launch) or not all(
+            (model / name).is_file() for name in ("config.json", "manifest.json")):
+        return ""
+    _close_checkpoints(folder, config.train.keep_every)
+    return (f"result: {config.train.name} (seed {config.seed}): finished before, with {record['steps']} steps of this very "
+            f"configuration, student, store and teachers; nothing was trained now. To train it anew: --resume never\n"
+            f"model: {model}")
 
 
 def identity(config: Config, launch: Launch) -> list:
@@ -107,7 +137,7 @@ def identity(config: Config, launch: Launch) -> list:
     if sampling := sampling_identity(config.sampling):
         chosen["sampling"] = sampling
     return [chosen, {name: value for name, value in launch.manifest.items()
-                     if name not in ("teachers", "unused", "mixtures", "warnings")}]
+                     if name not in ("teachers", "teacher_history", "unused", "mixtures", "warnings")}]
 
 
 def budget_spent(config: Config, totals: Mapping[str, int]) -> float:
@@ -221,7 +251,8 @@ def say_distances(config: Config, launch: Launch, folder: Path, learner: Learner
 
 
 def finish(config: Config, launch: Launch, folder: Path, learner: Learner, source: Source, ranks: Ranks) -> Path:
-    """Prove that router and teachers stayed as they were; write the student and a few scored episodes."""
+    """Prove that router and teachers stayed as they were; write the student and a few scored episodes, at last that the run
+    is over."""
     learner.check_routers()
     launch.registry.check_unchanged()
     model = folder / "model"
@@ -239,10 +270,18 @@ def finish(config: Config, launch: Launch, folder: Path, learner: Learner, sourc
     ranks.gather(None)  # the others wait for what rank 0 writes
     learner.close()
     if ranks.first:
-        for checkpoints in (folder / "checkpoints").glob("*"):  # a second run of the same name starts anew
-            close_folder(checkpoints, config.train.keep_every)
-        with contextlib.suppress(OSError):
-            (folder / "checkpoints").rmdir()
+        over = {"run": run_digest(config, launch), "steps": learner.step}
+        (aside := folder / f".{FINISHED_RUN}").write_text(json.dumps(over))
+        aside.replace(folder / FINISHED_RUN)
+        _close_checkpoints(folder, config.train.keep_every)
         print(f"result: {config.train.name} (seed {config.seed}): {learner.step} steps; {summary}")
         print(f"model: {model}")
     return model
+
+
+def _close_checkpoints(folder: Path, keep_every: int) -> None:
+    for checkpoints in (folder / "checkpoints").glob("*"):  # once the run is over none of them is gone on from
+        if not (checkpoints / FINISHED).exists():
+            close_folder(checkpoints, keep_every)
+    with contextlib.suppress(OSError):
+        (folder / "checkpoints").rmdir()

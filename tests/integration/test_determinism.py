@@ -80,11 +80,41 @@ def test_a_checkpoint_of_another_config_is_not_gone_on_from(tiny_run, tmp_path, 
     assert "another configuration" in said and "finished student" not in said
     train(tiny_run.config(f"run={tmp_path / 'fresh'}", "train.checkpoint_every=1", "train.objective=jsd"))
     assert records(student(tmp_path)) == records(student(tmp_path / "fresh"))
+
+
+def test_a_finished_run_is_not_trained_again_unless_asked(tiny_run, tmp_path, monkeypatch, capsys):
+    config = tiny_run.config(f"run={tmp_path}", "train.steps=2", "train.checkpoint_every=1", "train.keep_every=1")
+    folder = student(tmp_path)
+    assert train(config) == folder / "model"
+    written = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     capsys.readouterr()
-    stop_after(monkeypatch, 1)
-    with pytest.raises(KeyboardInterrupt):
-        train(tiny_run.config(f"run={tmp_path}", "train.checkpoint_every=1", "train.objective=jsd"))
-    assert "holds a finished student; it is trained anew" in capsys.readouterr().err
+    other = tiny_run.config(f"run={tmp_path}", "train.steps=2", "train.checkpoint_every=2", "deepspeed.zero_stage=1")
+    stop_after(monkeypatch, 1)  # whatever samples below ends with KeyboardInterrupt
+    for again in (config, other):  # keys that change no result make no other run
+        assert train(again) == folder / "model"
+        said = capsys.readouterr()
+        assert "finished before, with 2 steps" in said.out and "--resume never" in said.out
+        assert f"model: {folder / 'model'}" in said.out and "trained anew and replaced" not in said.err
+    kept = [folder / "config.json", *(folder / "model").iterdir(), *(folder / "checkpoints").rglob("state.json")]
+    assert len(kept) > 4 and all(path.stat().st_mtime_ns == written[path] for path in kept)
+    assert list((folder / "checkpoints").glob("*/step-*")), "milestones stay, whatever keep_every is now"
+
+    def begins(*overrides, **how):
+        """Whether it begins to train, and what it says before."""
+        with pytest.raises(KeyboardInterrupt):
+            train(tiny_run.config(f"run={tmp_path}", "train.steps=2", "train.checkpoint_every=1", *overrides), **how)
+        return capsys.readouterr().err
+
+    mark = (folder / "finished.json").read_bytes()
+    assert "holds a finished student; it is trained anew" in begins(resume=False)
+    assert not (folder / "finished.json").exists(), "what is being trained is not finished"
+    begins()
+    for overrides in (["train.objective=jsd"], [f"teachers.game.model={tiny_run.folder}/teachers/embodied"]):
+        (folder / "finished.json").write_bytes(mark)
+        begins(*overrides)
+    (folder / "finished.json").write_bytes(mark)
+    (folder / "model" / "config.json").unlink()
+    begins()
 
 
 def test_no_resume_starts_anew(tiny_run, tmp_path, monkeypatch):
