@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from mopd.config_placement import shared_devices
 from mopd.memory import GIB, device_memory, estimate, table_of, warnings_of
 from mopd.model_shape import UnknownShape, shape_of
 from mopd.step_time import seconds_of, work_of
@@ -37,7 +38,7 @@ def estimate_record(config: Any) -> dict[str, Any]:
         "parts": [list(row) for row in table_of(found)],
         "phases": {phase: size / GIB for phase, size in found.phases.items()}, "peak": found.peak / GIB,
         "peak_phase": found.peak_phase, "have": None if have is None else have / GIB, "have_source": source,
-        "warnings": warnings_of(found, config), "notes": list(found.notes),
+        "warnings": warnings_of(found, config) + shared_devices(config.placement), "notes": list(found.notes),
         "work": {"tokens": work.rows, "loss_tokens": work.loss, "sampled_tokens": work.sampled,
                  "petaflops": {"training": work.training / 1e15, "scoring": work.scoring / 1e15,
                                "sampling": (work.prefill + work.decode) / 1e15}},

@@ -307,6 +307,11 @@ def _no_launcher() -> None:
         raise WrongUsage("--ranks starts the processes of a job itself; under torchrun or another launcher leave it out")
 
 
+def _known_resume(resume: str) -> None:
+    if resume not in ("auto", "never"):
+        raise WrongUsage(f"--resume {resume}: auto goes on from the last checkpoint, if there is one; never starts anew")
+
+
 @app.command()
 def train(config: ConfigPath, overrides: Overrides = None,
           resume: Annotated[str, typer.Option(help="auto: go on, unless the run is finished; never: start anew")] = "auto",
@@ -314,8 +319,7 @@ def train(config: ConfigPath, overrides: Overrides = None,
           ranks: Annotated[int, typer.Option(min=1, help="Processes to start here; else see docs/distributed.md")] = 1):
     """The MOPD² run: sample, score, train; writes the student, its metrics and its checkpoints."""
     loaded = load(config, overrides)
-    if resume not in ("auto", "never"):
-        raise WrongUsage(f"--resume {resume}: auto goes on from the last checkpoint, if there is one; never starts anew")
+    _known_resume(resume)
     if rollback and resume == "never":
         raise WrongUsage("--rollback goes on from a checkpoint, and --resume never from none; leave one of them out")
     use_devices(loaded.placement.learner.devices)
@@ -355,6 +359,10 @@ def launch(config: ConfigPath, overrides: Overrides = None,
 
     if (hosts is None) == (not slurm):
         raise WrongUsage("name the machines by --hosts FILE, or say --slurm")
+    if slurm and by != "torchrun" or sbatch and not slurm:
+        raise WrongUsage(f"--by {by} is not for --slurm, where torchrun starts the learner's processes; leave it out" if slurm
+                         else "--sbatch is a line for Slurm's file; say --slurm, or leave it out")
+    _known_resume(resume)
     code = run_launch(load(config, overrides), read_hosts(hosts) if hosts else [], slurm=slurm, by=by, place=out,
                       dry_run=dry_run, port=port, restarts=restarts, start_s=start_s, resume=resume, options=sbatch or [])
     if code:

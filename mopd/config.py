@@ -20,7 +20,7 @@ from yaml import YAMLError
 from mopd.config_base import BaseConfig, base_errors
 from mopd.config_deepspeed import DeepSpeedConfig, deepspeed_errors
 from mopd.config_domains import HarnessConfig, domain_errors
-from mopd.config_placement import PlacementConfig, apply_placement, placement_errors
+from mopd.config_placement import PlacementConfig, apply_placement, fleets, placement_errors
 from mopd.config_ranges import range_errors
 from mopd.config_sampling import SamplingConfig, sampling_errors
 from mopd.config_supervised import (
@@ -244,7 +244,10 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = (), *, plays
         errors = placement_errors(config)
         if not errors:
             apply_placement(config)
-        return errors + semantic_errors(config, plays=plays)
+            return semantic_errors(config, plays=plays)
+        given = tuple(f"{key}.urls: missing" for key, fleet in fleets(config.placement).items()
+                      if fleet.urls or fleet.servers_per_node)  # they come from placement, once that is right
+        return errors + [error for error in semantic_errors(config, plays=plays) if not error.startswith(given)]
 
     return load_as(Config, path, overrides, check)
 

@@ -134,6 +134,25 @@ def _ports(place: PlacementConfig) -> list[str]:
     return errors
 
 
+def shared_devices(place: PlacementConfig) -> list[str]:
+    """A warning for every part that `mopd launch` would start on a device of a machine which another part has: possible where
+    both fit into it, and otherwise found out late."""
+    taken: dict[tuple[int, int], str] = {}
+    found: dict[tuple[str, str], str] = {}
+    names = place.learner.devices or [f"cuda:{number}" for number in range(place.learner.ranks_per_node)]
+    own = [int(name.removeprefix("cuda:")) for name in names if name != "cpu"]
+    for key, part in machines(place).items():
+        fleet = fleets(place).get(key)
+        many = 0 if fleet is None else fleet.servers_per_node * fleet.gpus_per_server
+        for machine in part:
+            for gpu in own if fleet is None else range(fleet.first_gpu, fleet.first_gpu + many):
+                if (other := taken.setdefault((machine, gpu), key)) != key:
+                    found.setdefault((key, other), f"placement.{key}: cuda:{gpu} of machine {machine + 1} is of placement."
+                                     f"{other} too, and both must fit into its memory; set placement.{key}.first_gpu, or "
+                                     "give it machines of its own")
+    return list(found.values())
+
+
 def fleets(place: PlacementConfig) -> dict[str, FleetPlacement]:
     """Every fleet by its key under `placement`, sampling first."""
     return {"sampling": place.sampling, **{f"teachers.{name}": fleet for name, fleet in place.teachers.items()}}

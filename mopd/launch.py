@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -58,10 +59,15 @@ def read_hosts(path: Path) -> list[str]:
     """Host names of a hostfile in DeepSpeed's format, `name slots=8`, one a line; `#` begins a comment."""
     try:
         lines = path.read_text().splitlines()
-    except OSError as error:
-        raise CannotLaunch(f"--hosts {path}: {error.strerror}; a hostfile has one machine a line, such as `node-1 slots=8`") \
-            from error
-    names = [line.split("#")[0].split()[0] for line in lines if line.split("#")[0].strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "no text"
+        raise CannotLaunch(f"--hosts {path}: {why}; a hostfile has one machine a line, such as `node-1 slots=8`") from error
+    parts = [(number, line.split("#")[0].split()) for number, line in enumerate(lines, 1)]
+    for number, words in parts:
+        if words and not re.fullmatch(r"[\w.:-]+( slots=\d+)?", " ".join(words)):
+            raise CannotLaunch(f"--hosts {path}, line {number}: '{' '.join(words)}' is no machine; a line is a name or an "
+                               "address, such as `node-1 slots=8`")
+    names = [words[0] for _, words in parts if words]
     if len(set(names)) < len(names):
         raise CannotLaunch(f"--hosts {path}: a machine stands there twice")
     return names
@@ -191,6 +197,9 @@ def sbatch(config: Any, jobs: Sequence[Job], folder: str, logs: Path, *, options
     urls = any(job.url for job in jobs)
     wait = [f"for ((i = 0; i < {wait_s // 5}; i++)); do up=1; for url in $urls; do curl -sf --noproxy '*' \"$url/health\" "
             ">/dev/null || up=0; done; [ $up = 1 ] && break; sleep 5; done"] if urls else []
+    lines = [line.replace(" --resume never ", ' --resume "$resume" ') for line in lines]
+    requeued = '[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && resume=auto  # what was begun before goes on'
+    lines.insert(lines.index("servers=()"), f"resume=never; {requeued}")
     # Servers come first in `jobs`; the learner's lines follow the wait.
     first = next(number for number, line in enumerate(lines) if line.startswith("# learner"))
     lines[first:first] = wait

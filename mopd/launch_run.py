@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mopd.config_placement import shared_devices
 from mopd.launch import Job, hostfile, is_here, jobs_of, machine_count, sbatch, write_config
 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # servers of the job, never through a proxy
@@ -56,12 +57,14 @@ def launch(config: Any, hosts: Sequence[str], *, slurm: bool = False, by: str = 
     place, folder = (place or Path(config.run) / "launch").absolute(), Path.cwd()
     place.mkdir(parents=True, exist_ok=True)
     write_config(config, path := place / "config.yaml")
+    for words in shared_devices(config.placement):
+        print(f"warning {words}", file=sys.stderr)
     if slurm:
         names = [f"$HOST_{number}" for number in range(machine_count(config.placement))]
         file = place / "job.sbatch"
         jobs = jobs_of(config, path, names, port=port, resume=resume)
         file.write_text(sbatch(config, jobs, str(folder), place, options=options, wait_s=round(start_s)))
-        print(f"wrote {file}: {len(jobs)} commands on {len(names)} machine(s)")
+        print(f"wrote {file}: {len(jobs)} command{'s' * (len(jobs) > 1)} on {len(names)} machine{'s' * (len(names) > 1)}")
         if dry_run:
             return 0
         try:
@@ -76,8 +79,10 @@ def launch(config: Any, hosts: Sequence[str], *, slurm: bool = False, by: str = 
     write_scripts(jobs, place, folder)
     for job in jobs:
         print(f"{job.host}: bash {place / job.name}.sh" + (f"   # {job.url}" if job.url else ""))
+    own = Path(config.run) / "students" / config.train.name / f"seed-{config.seed}" / "config.json"
+    before = _written(own)  # a training that begins writes it anew
     return 0 if dry_run else Supervisor(jobs, place, restarts=restarts, start_s=start_s,
-                                        end_s=config.train.stop_within_s + 60).run()
+                                        end_s=config.train.stop_within_s + 60, begun=lambda: _written(own) != before).run()
 
 
 class Supervisor:
@@ -87,12 +92,15 @@ class Supervisor:
     restarts   how many times servers and how many times the learner may be started again, each, in all
     start_s    seconds that a server may take to answer
     end_s      seconds that processes have to end when told to
+    begun      whether the training has begun: from then on a start goes on, also of a job that was to start anew
     say        takes a line of what happens
     """
 
     def __init__(self, jobs: Sequence[Job], place: Path, *, restarts: int = 5, start_s: float = 1800.0, end_s: float = 180.0,
+                 begun: Callable[[], bool] = lambda: True,
                  say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)):
         self.place, self.restarts, self.start_s, self.end_s, self.say = place, restarts, start_s, end_s, say
+        self.begun = begun
         self.servers = [job for job in jobs if job.kind == "server"]
         self.learners = [job for job in jobs if job.kind == "learner"]
         self._running: dict[str, _Process] = {}
@@ -200,9 +208,13 @@ class Supervisor:
         if any(state == 2 for _, state in ended):  # of a wrong configuration: it would end so again
             raise LaunchFailed(words)
         self._spend("learner", words)
-        self.say(f"{words} All learner processes start again and go on from the last checkpoint")
+        goes_on = self.begun()
+        self.say(f"{words} All learner processes start again" + " and go on from the last checkpoint" * goes_on)
         for found in learners:
             self._clear(found)
+            if goes_on:
+                script = self.place / f"{found.job.name}.sh"
+                script.write_text(script.read_text().replace(" --resume never", " --resume auto"))
         self._until_they_answer(self.servers)
         for job in self.learners:
             self._start(job)
@@ -225,6 +237,10 @@ class Supervisor:
                 found.process.wait(max(0.1, deadline - time.monotonic()))
             self._clear(found)
             found.process.wait()
+
+
+def _written(path: Path) -> int | None:
+    return path.stat().st_mtime_ns if path.exists() else None
 
 
 def _answers(url: str) -> bool:

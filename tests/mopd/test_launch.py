@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from mopd.config import ConfigError, load_config
+from mopd.config_placement import shared_devices
 from mopd.launch import CannotLaunch, Job, hostfile, is_here, jobs_of, read_hosts, sbatch
 from mopd.launch_run import LaunchFailed, Supervisor, _Process, _said, launch, write_scripts
 
@@ -80,6 +82,12 @@ def test_too_few_machines_and_bad_hostfiles_are_said(tmp_path):
         read_hosts(tmp_path / "hosts")
     with pytest.raises(CannotLaunch, match="No such file"):
         read_hosts(tmp_path / "none")
+    (tmp_path / "hosts").write_text("a slots=8\n\nb slots=many\n")
+    with pytest.raises(CannotLaunch, match="line 3: 'b slots=many' is no machine"):
+        read_hosts(tmp_path / "hosts")
+    (tmp_path / "hosts").write_bytes(b"\x00\xff\xfe")
+    with pytest.raises(CannotLaunch, match="no text; a hostfile has"):
+        read_hosts(tmp_path / "hosts")
 
 
 def test_what_cannot_be_placed_is_said_at_once():
@@ -96,6 +104,23 @@ def test_what_cannot_be_placed_is_said_at_once():
     with pytest.raises(ConfigError, match="teachers.game.urls names other addresses"):
         load_config(FOUR, ["placement.teachers.game={urls: [http://y:1]}", "teachers.game.urls=[http://x:1]",
                            "placement.teachers.game.nodes=0", "placement.teachers.game.servers_per_node=0"])
+
+
+def test_a_wrong_placement_is_no_missing_address():
+    with pytest.raises(ConfigError) as caught:
+        load_config(FOUR, ["placement.sampling.beside=nothing", "placement.sampling.nodes=0"])
+    assert "'nothing' has no machines" in str(caught.value) and "urls" not in str(caught.value)
+
+
+def test_a_device_of_two_parts_is_said():
+    one = CONFIGS / "qwen3_30b_a3b_1_node.yaml"
+    assert not any(shared_devices(load_config(recipe).placement) for recipe in RECIPES)
+    (said,) = shared_devices(load_config(one, ["placement.sampling.first_gpu=3"]).placement)
+    assert said.startswith("placement.sampling: cuda:3 of machine 1 is of placement.learner too")
+    (said,) = shared_devices(load_config(one, ["placement.teachers.embodied.first_gpu=6"]).placement)
+    assert said.startswith("placement.teachers.embodied: cuda:6 of machine 1 is of placement.teachers.game too")
+    on_cpus = ["placement.sampling.gpus_per_server=0", "placement.sampling.first_gpu=0"]
+    assert not shared_devices(load_config(one, on_cpus).placement)
 
 
 def test_addresses_reach_the_parts_that_read_them():
@@ -146,7 +171,7 @@ count = pathlib.Path(sys.argv[1])
 runs = int(count.read_text()) + 1 if count.exists() else 1
 count.write_text(str(runs))
 time.sleep(float(sys.argv[3]))
-print("learner", runs, flush=True)
+print("learner", runs, *sys.argv[5:], flush=True)
 sys.exit(int(sys.argv[2]) if runs == 1 else 0)
 """
 
@@ -174,6 +199,18 @@ def test_a_learner_that_fails_starts_again_with_all_of_its_machines(tmp_path):
     assert supervisor(*small_job(tmp_path, status=1), said).run() == 0
     assert [(tmp_path / f"count-{i}").read_text() for i in range(2)] == ["2", "2"]
     assert any("learner-0 on 127.0.0.1 ended with status 1. Its log" in line and "learner 1" in line for line in said)
+
+
+@pytest.mark.parametrize("begun, second", [(True, "auto"), (False, "never")])
+def test_a_job_that_starts_anew_goes_on_once_it_has_begun(tmp_path, begun, second):
+    jobs, place = small_job(tmp_path, status=1)
+    jobs = [dataclasses.replace(job, command=(*job.command, "--resume", "never")) if job.kind == "learner" else job
+            for job in jobs]
+    write_scripts(jobs, place, place)
+    said: list[str] = []
+    assert supervisor(jobs, place, said, begun=lambda: begun).run() == 0
+    assert (place / "learner-0.log").read_text().split() == ["learner", "1", "never", "learner", "2", second]
+    assert any("go on from the last checkpoint" in line for line in said) == begun
 
 
 @pytest.mark.parametrize("status, restarts, words", [(2, 5, "ended with status 2"), (1, 0, "raise --restarts")])
@@ -228,7 +265,11 @@ def test_a_dry_run_writes_scripts_and_starts_nothing(tmp_path, capsys):
     assert script.startswith("#!/bin/bash\ncd ") and subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
     assert launch(config, list("abcd"), by="deepspeed", dry_run=True) == 0
     assert str(tmp_path / "launch" / "hostfile") in (tmp_path / "launch" / "learner.sh").read_text()
-    assert launch(config, [], slurm=True, dry_run=True) == 0
+    capsys.readouterr()
+    assert launch(config, [], slurm=True, dry_run=True, resume="never") == 0
+    assert "10 commands on 4 machines\n" in capsys.readouterr().out
+    batch = (tmp_path / "launch" / "job.sbatch").read_text()
+    assert "resume=never;" in batch and batch.count('--resume "$resume"') == 2 and "--resume never" not in batch
     assert subprocess.run(["bash", "-n", str(tmp_path / "launch" / "job.sbatch")]).returncode == 0
 
 
