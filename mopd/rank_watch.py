@@ -12,12 +12,14 @@ class RankWatch:
     """Says on stderr, once for each place, which ranks this one waits for when it has waited `after` seconds.
 
     Every rank notes in the job's common store how many places of a run it has passed and the last one's name; a rank that
-    others are behind is waiting for them. Of the waiting ranks the lowest speaks.
+    others are behind is waiting for them. One that has been in an exchange for long notes its number too: whoever is at the
+    same place and has not is waited for. Of the waiting ranks the lowest speaks.
     """
 
     def __init__(self, store: Any, rank: int, size: int, *, after: float):
         self._store, self._rank, self._size, self._after = store.clone(), rank, size, after
         self._count, self._since, self._said = 0, time.monotonic(), -1
+        self._exchange, self._entered, self._noted = 0, 0.0, 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="rank-watch", daemon=True)
         self._thread.start()
@@ -26,20 +28,31 @@ class RankWatch:
         """This rank has reached another place."""
         self._count, self._since = count, time.monotonic()
 
+    def exchanging(self, number: int) -> None:
+        """This rank is in the exchange of this number, counted from the start of the job by every rank alike; 0: in none."""
+        self._entered, self._exchange = time.monotonic(), number
+
     def close(self) -> None:
         self._over.set()
         self._thread.join(timeout=2.0)
 
     def _look(self) -> None:
         while not self._over.wait(min(5.0, self._after / 4)):
-            waited = time.monotonic() - self._since
-            if waited < self._after or self._said == self._count:
-                continue
+            waited, exchange = time.monotonic() - self._since, self._exchange
+            inside = exchange and time.monotonic() - self._entered > self._after / 2
             try:
+                if inside and self._noted != exchange:
+                    self._store.set(f"mopd/exchange/{self._rank}", str(exchange))
+                    self._noted = exchange
+                if waited < self._after or self._said == self._count:
+                    continue
                 places = [place_of(self._store, rank) for rank in range(self._size)]
+                elsewhere = [rank for rank in range(self._size) if inside and self._after < time.monotonic() - self._entered
+                             and exchange_of(self._store, rank) < exchange]
             except RuntimeError:  # the process that keeps the store is gone: the next exchange says so
                 return
-            behind = [rank for rank, (count, _) in enumerate(places) if count < self._count]
+            behind = [rank for rank, (count, _) in enumerate(places)
+                      if count < self._count or count == self._count and rank in elsewhere]
             waiting = [rank for rank in range(self._size) if rank not in behind]
             if behind and waiting and waiting[0] == self._rank:
                 self._said = self._count
@@ -55,6 +68,12 @@ def place_of(store: Any, rank: int) -> tuple[int, str]:
         return 0, "the start"
     count, _, place = store.get(key).decode().partition(" ")
     return int(count), place
+
+
+def exchange_of(store: Any, rank: int) -> int:
+    """The last exchange in which a rank noted that it waits; 0: in none yet."""
+    key = f"mopd/exchange/{rank}"
+    return int(store.get(key)) if store.check([key]) else 0
 
 
 def straggling(waited: list[float], seconds: float, limit: float) -> tuple[dict[str, Any], str]:

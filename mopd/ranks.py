@@ -10,7 +10,9 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -42,7 +44,7 @@ class Ranks:
     def __init__(self, rank: int = 0, size: int = 1, group: Any = None, store: Any = None):
         self.rank, self.size, self._group, self._store = rank, size, group, store
         self.place, self._places = "the start", 0
-        self._waited = 0.0
+        self._waited, self._exchanges = 0.0, 0
         self._watch: Any = None
 
     @property
@@ -74,7 +76,7 @@ class Ranks:
         if torch.distributed.get_backend() != "gloo":
             group = torch.distributed.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout))
         store = torch.distributed.distributed_c10d._get_default_store()
-        for name in ("ended", "place"):
+        for name in ("ended", "place", "exchange"):
             store.delete_key(f"mopd/{name}/{rank}")  # of an earlier job of these processes
         made = cls(rank, size, group, store)
         if warn_after:
@@ -96,6 +98,12 @@ class Ranks:
         waited, self._waited = self._waited, 0.0
         return waited
 
+    def ending(self) -> None:
+        """An error ends this rank. Its launcher may be about to end it too, since another rank is gone: SIGTERM no longer
+        does, so that last words are said and a checkpoint is written to its end; launchers send SIGKILL later."""
+        if self.size > 1 and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
     def stop_watching(self) -> None:
         """End the watch that says whom this rank waits for."""
         if self._watch is not None:
@@ -108,12 +116,17 @@ class Ranks:
         if self.size == 1:
             return [value]
         began = time.perf_counter()
+        self._exchanges += 1
         try:
+            if self._watch is not None:
+                self._watch.exchanging(self._exchanges)
             return exchange(value, self.size, group=self._group)
         except RuntimeError as error:
             raise RankFailed(self.who_failed(error)) from error
         finally:
             self._waited += time.perf_counter() - began
+            if self._watch is not None:
+                self._watch.exchanging(0)
 
     def agree(self, what: str, value: Any) -> None:
         """Raise RanksDiffer where a rank's `value` (JSON values) is not rank 0's. Of mappings only the digests of their
@@ -169,7 +182,8 @@ class Ranks:
                 raised = error
             line = self.ended(raised)
             if not line and not self.first:
-                raise SystemExit(1) from None
+                # as rank 0 ends (mopd/cli.py): a launcher passes on the status of whoever was first
+                raise SystemExit(2 if isinstance(raised, ValueError | FileNotFoundError | FileExistsError) else 1) from None
             if line and not lost:
                 print(line, file=sys.stderr, flush=True)
             raise raised from raised.__cause__
@@ -271,7 +285,7 @@ def start_on_this_machine(ranks: int, arguments: list[str]) -> None:
     environment = dict(os.environ)
     # Their parent is torchrun, which stops them; that this process ends with its pipeline holds for torchrun too.
     environment.pop("MOPD_PIPELINE", None)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
-               "-m", "mopd.cli", *arguments]
+    command = [sys.executable, "-m", "mopd.local_ranks", "--standalone", f"--nproc_per_node={ranks}", "-m", "mopd.cli",
+               *arguments]
     sys.stdout.flush()
     os.execvpe(sys.executable, command, environment)

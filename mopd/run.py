@@ -95,6 +95,7 @@ def _train(config: Config, launch: Launch, folder: Path, checkpoints: Path, rank
         try:
             return _loop(config, launch, folder, checkpoints, ranks, learner, trainer, source)
         except BaseException:
+            ranks.ending()
             settle_saving(learner)
             raise
 

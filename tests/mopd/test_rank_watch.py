@@ -51,6 +51,21 @@ def test_a_rank_that_waits_says_for_whom_once(store, capsys):
     assert not any(watch._thread.is_alive() for watch in watches)
 
 
+def test_a_rank_that_stands_still_at_the_same_place_is_said(store, capsys):
+    ranks = [Ranks(rank, 3, store=store) for rank in range(3)]
+    for number, rank in enumerate(ranks):
+        rank._watch = RankWatch(store, number, 3, after=0.4)
+        rank.at("step 3, sampling")
+    for rank in ranks[:2]:
+        rank._watch.exchanging(7)  # the third never comes
+    time.sleep(1.5)
+    for rank in ranks:
+        rank.stop_watching()
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "rank 0 of 3 has been at step 3, sampling" in said
+    assert "waits for rank 2 (at step 3, sampling)" in said
+
+
 def test_one_process_alone_waits_for_nobody():
     alone = Ranks()
     assert alone.gather(1) == [1] and alone.take_waited() == 0.0
