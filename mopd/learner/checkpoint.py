@@ -25,6 +25,7 @@ import torch
 from mopd.learner.background import HostCopies, Saving, copying
 from mopd.learner.engine import Learner
 from mopd.learner.model import publish, writing
+from mopd.learner.moe import find_routers
 from mopd.learner.portable import load_portable
 from mopd.ranks import Ranks, digest, exchange
 
@@ -144,6 +145,7 @@ def save_checkpoint(learner: Learner, folder: str | Path, state: dict[str, Any],
               "router_hash": learner.router_hash, "score": score, "caller": state}
     record = json.loads(json.dumps(record))  # the very values that a reader gets, for their digest
     rank, size = learner.rank, learner.world_size
+    routers, states = router_parts(learner), Path(learner.engine._get_ckpt_name(str(aside), TAG))
 
     def publishing() -> None:
         if rank == 0:
@@ -153,10 +155,12 @@ def save_checkpoint(learner: Learner, folder: str | Path, state: dict[str, Any],
     if background:
         with copying(learner.engine) as copies:
             learner.engine.save_checkpoint(str(aside), tag=TAG, save_latest=False)
-        learner.saving = Saving(lambda give_up: _write_copies(copies, aside, rank, size, publishing, give_up), began=began)
+        learner.saving = Saving(lambda give_up: _write_copies(copies, aside, rank, size, publishing, give_up,
+                                                              lambda: check_written(states, routers)), began=began)
         return path
     with writing(aside):
         learner.engine.save_checkpoint(str(aside), tag=TAG, save_latest=False)
+        check_written(states, routers)
     torch.distributed.barrier()
     files = sorted(file for file in aside.rglob("*") if file.is_file() and not file.name.startswith(DIGESTS))
     _write_digests(aside, rank, files[rank::size])
@@ -199,9 +203,9 @@ def settle_saving(learner: Learner) -> None:
 
 
 def _write_copies(copies: HostCopies, aside: Path, rank: int, size: int, publishing: Callable[[], None],
-                  give_up: threading.Event) -> None:
-    """Write what was copied, say so to rank 0, and there publish when all ranks have; no collectives, since the training has
-    its own under way."""
+                  give_up: threading.Event, check: Callable[[], None]) -> None:
+    """Write what was copied, check it, say so to rank 0, and there publish when all ranks have; no collectives, since the
+    training has its own under way."""
     with writing(aside, remove=size == 1):
         paths = []
         while copies.files:
@@ -209,6 +213,7 @@ def _write_copies(copies: HostCopies, aside: Path, rank: int, size: int, publish
             copies.inner.save(state, path)
             paths.append(Path(path))
             del state
+        check()
         _write_digests(aside, rank, paths)
         if rank == 0:
             _wait_for(aside, size, give_up)
@@ -217,6 +222,35 @@ def _write_copies(copies: HostCopies, aside: Path, rank: int, size: int, publish
                     and str(file.relative_to(aside)) not in known]
             _write_digests(aside, size, rest)  # what DeepSpeed writes past its checkpoint engine
     publishing()
+
+
+def router_parts(learner: Learner) -> dict[str, set[str]]:
+    """Of every frozen router's parameter, by DeepSpeed's name for it: the SHA-256 of what this rank has of it in memory,
+    whole and, where ZeRO-3 splits it, its part."""
+    if not learner.config.freeze_router:
+        return {}
+    known = {id(parameter) for router in find_routers(learner.model) for parameter in router.module.parameters()}
+    return {name: {_bytes_digest(tensor) for tensor in (parameter.data, getattr(parameter, "ds_tensor", None))
+                   if tensor is not None}
+            for name, parameter in learner.engine.module.named_parameters() if id(parameter) in known}
+
+
+def check_written(path: Path, routers: dict[str, set[str]]) -> None:
+    """Raise CheckpointError where DeepSpeed's file of this rank's weights (if it wrote one) has another router than
+    `router_parts`, whose hash was right. Reads no more than the routers."""
+    if not routers or not path.is_file():
+        return
+    state = torch.load(path, map_location="cpu", mmap=True, weights_only=False)  # this process has just written it
+    for name, expected in routers.items():
+        held = [part[name] for part in (state.get("module"), state.get("frozen_param_fragments"))
+                if part and name in part and part[name].numel()]
+        if not held or any(_bytes_digest(tensor) not in expected for tensor in held):
+            raise CheckpointError(f"{path}: the frozen router {name} is {'another one' if held else 'missing'} in what was "
+                                  "written, so this checkpoint is not kept; look at the disk, and at DeepSpeed's version")
+
+
+def _bytes_digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _wait_for(aside: Path, size: int, give_up: threading.Event) -> None:

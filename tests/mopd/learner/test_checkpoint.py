@@ -25,6 +25,7 @@ from mopd.learner.checkpoint import (
     load_checkpoint,
     own_folder,
     read_state,
+    save_checkpoint,
     sound,
 )
 from mopd.learner.engine import Learner, LearnerConfig
@@ -133,6 +134,31 @@ def test_what_goes_wrong_in_the_background_is_raised_by_the_next_save(tmp_path, 
     with pytest.raises(OSError, match="No space left on device"):
         kept.save(learner, 2, {})
     assert [path.name for path in tmp_path.iterdir()] == ["step-0"] and damage(tmp_path / "step-0") == ""
+    learner.close()
+
+
+@pytest.mark.parametrize("stage,background", [(1, False), (1, True), (3, False), (3, True)])
+def test_a_router_that_is_written_wrong_is_found(tmp_path, monkeypatch, stage, background):
+    learner = learner_of(stage=stage, model=make_model("qwen3_moe"))
+    save_checkpoint(learner, tmp_path, {}, background=background)
+    finish_saving(learner)
+    assert latest(tmp_path).name == "step-0"
+    save = torch.save
+
+    def spoiled(state, *arguments, **how):
+        for part in (state.get("module"), state.get("frozen_param_fragments")):
+            for name in part or ():
+                if name.endswith("layers.1.mlp.gate.weight"):
+                    part[name] = part[name] + 1e-3
+        return save(state, *arguments, **how)
+
+    monkeypatch.setattr(torch, "save", spoiled)
+    learner.step = 1
+    with pytest.raises(CheckpointError, match=r"the frozen router .*layers\.1\.mlp\.gate\.weight is another one"):
+        save_checkpoint(learner, tmp_path, {}, background=background)
+        finish_saving(learner)
+    assert latest(tmp_path).name == "step-0" and not list(tmp_path.glob(".step-*"))
+    learner.saving = None
     learner.close()
 
 
