@@ -155,9 +155,12 @@ class MetricsLog:
         if non_finite:
             plain["non_finite"] = non_finite
         line = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
-        written = os.write(self._file, line)
-        while written < len(line):  # a full disk or a signal cut the write short
-            written += os.write(self._file, line[written:])
+        written = 0
+        while written < len(line):  # a full disk or a signal may cut a write short
+            try:
+                written += os.write(self._file, line[written:])
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self.path)) from error
         self.last_step = step
         if self._tensorboard is not None:
             for tag, value in flatten({k: v for k, v in plain.items() if k != "step"}):

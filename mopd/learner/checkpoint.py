@@ -104,9 +104,12 @@ def folder_of(folder: str | Path, identity: Any) -> Path:
 
 def own_folder(folder: str | Path, identity: Any, *, resume: bool = True) -> Path:
     """`folder_of` after a look at what else is there. Checkpoints of any other run are removed (going on from them would be
-    neither run), and said to be; so are this run's own without `resume`, or where that run is over."""
+    neither run), and said to be; so are this run's own without `resume`, or where that run is over. What a kill or a full
+    disk left half-written goes without a word: a start may need the room."""
     folder = Path(folder)
     own = folder_of(folder, identity)
+    for half in own.glob(".step-*"):
+        shutil.rmtree(half, ignore_errors=True)
     for path in list(folder.iterdir()) if folder.is_dir() else ():
         over = (path / FINISHED).exists()
         if path != own or not resume or over:
@@ -149,7 +152,8 @@ def save_checkpoint(learner: Learner, folder: str | Path, state: dict[str, Any],
 
     def publishing() -> None:
         if rank == 0:
-            _publish(aside, path, record)
+            with writing(aside):
+                _publish(aside, path, record)
             _tidy(folder, record["step"], keep, keep_every)
 
     if background:

@@ -1,5 +1,6 @@
 """The metrics file: whole lines, plain JSON, honest resume."""
 
+import errno
 import json
 import math
 import subprocess
@@ -129,3 +130,14 @@ def test_two_processes_do_not_write_one_file(tmp_path):
         log.write({"step": 1})
     assert [record["step"] for record in read_metrics(path)] == [0, 1]
     MetricsLog(path, first_step=2).close()
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        def full(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patched, pytest.raises(OSError, match="metrics.jsonl") as caught:
+            patched.setattr("mopd.metrics.os.write", full)
+            log.write({"step": 0})
+        assert caught.value.errno == errno.ENOSPC

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import errno
 import json
 import threading
 
@@ -321,4 +322,27 @@ def test_a_killed_save_leaves_no_trace_for_the_next(tmp_path):
         (tmp_path / name / "engine").mkdir(parents=True)
     Checkpoints(tmp_path).save(learner, 0, {})
     assert [p.name for p in tmp_path.iterdir()] == ["step-0"]
+    learner.close()
+
+
+def test_half_written_ones_leave_their_room_to_the_next_start(tmp_path):
+    own = own_folder(tmp_path, "me")
+    (own / ".step-3.writing" / "engine").mkdir(parents=True)
+    (own / "step-2").mkdir()
+    assert own_folder(tmp_path, "me") == own and [path.name for path in own.iterdir()] == ["step-2"]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_disk_that_is_full_at_the_last_file_is_named(tmp_path, monkeypatch, background):
+    learner = learner_of()
+
+    def full(path, *_):
+        raise OSError(errno.ENOSPC, "No space left on device")  # as what writes to an open file has it: without a name
+
+    monkeypatch.setattr(checkpoint.Path, "write_text", lambda path, text: full(path) if path.name == "state.json" else
+                        path.write_bytes(text.encode()))
+    with pytest.raises(OSError, match="No space left") as caught:
+        save_checkpoint(learner, tmp_path, {}, background=background)
+        finish_saving(learner)
+    assert caught.value.filename == str(tmp_path) and not list(tmp_path.iterdir())
     learner.close()
