@@ -27,8 +27,8 @@ def saved_learner(config: Config, record: dict[str, Any]) -> Learner:
     """The learner that wrote a checkpoint with this record, on as many ranks: of the run's config, but as the state lies."""
     base = learner_config(config.train.optimizer, config, prefix_gradient=config.train.prefix_gradient)
     layout = dataclasses.replace(
-        base, zero_stage=record["zero_stage"], dtype=record["dtype"], autoep_size=record.get("autoep_size", 0),
-        autoep_preset=record.get("autoep_preset", base.autoep_preset), split_on_imbalance=0, offload_optimizer=False,
+        base, zero_stage=record["zero_stage"], dtype=record.get("dtype", config.deepspeed.dtype),
+        autoep_size=record.get("autoep_size", 0), autoep_preset=record.get("autoep_preset", base.autoep_preset), split_on_imbalance=0, offload_optimizer=False,
         offload_parameters=False)
     model = load_model(config.student.model, attention=config.student.attention,
                        trust_remote_code=config.student.trust_remote_code)

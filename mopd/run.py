@@ -19,7 +19,7 @@ from pathlib import Path
 from mopd.check import Launch, open_launch
 from mopd.config import Config
 from mopd.learner.best import RunScore
-from mopd.learner.checkpoint import finish_saving, latest, load_checkpoint, save_checkpoint, settle_saving, sound
+from mopd.learner.checkpoint import finish_saving, latest, load_checkpoint, reading, save_checkpoint, settle_saving, sound
 from mopd.learner.packing import row_cost
 from mopd.metrics import MetricsLog
 from mopd.progress import Progress
@@ -104,13 +104,15 @@ def _loop(config: Config, launch: Launch, folder: Path, checkpoints: Path, ranks
     watch, state, score = build_watch(config, launch, trainer, folder, ranks), {}, RunScore(config.train.keep_best)
     if found := sound(checkpoints, ranks):
         state = load_checkpoint(learner, found, convert=lambda path: portable_copy(path, folder, ranks))
-        score.load_state_dict(state["score"])
+        with reading(found):
+            score.load_state_dict(state["score"])
         if ranks.first:
             print(f"{config.train.name} (seed {config.seed}) goes on from step {learner.step}", file=sys.stderr)
     else:
         ranks.together("measuring how far the teachers are", lambda: say_distances(config, launch, folder, learner, ranks))
-    source.begin(state)
-    watch.launch(learner.step, state.get("teachers"))
+    with reading(found):
+        source.begin(state)
+        watch.launch(learner.step, state.get("teachers"))
     watch.write_manifest(launch.manifest)
     hidden = learner.model.config.get_text_config().hidden_size
     progress = Progress(f"{config.train.name} (seed {config.seed})", config.train.steps) if ranks.first else None

@@ -66,7 +66,7 @@ def damage(path: str | Path, rank: int = 0, size: int = 1) -> str:
     try:
         record = _record(path)
     except CheckpointError as error:
-        return str(error.__cause__)
+        return f"{STATE} cannot be read: {error.__cause__}"
     if "digest" in record and record.pop("digest") != digest(record):
         return f"{STATE} is not what was written"
     files = sorted(record.get("files", {}).items())
@@ -230,8 +230,8 @@ def _write_copies(copies: HostCopies, aside: Path, rank: int, size: int, publish
 
 def router_parts(learner: Learner) -> dict[str, set[str]]:
     """Of every frozen router's parameter, by DeepSpeed's name for it: the SHA-256 of what this rank has of it in memory,
-    whole and, where ZeRO-3 splits it, its part."""
-    if not learner.config.freeze_router:
+    whole and, where ZeRO-3 splits it, its part. Empty on ranks that do not write it: below stage 3 rank 0 does alone."""
+    if not learner.config.freeze_router or learner.rank and learner.config.zero_stage < 3:
         return {}
     known = {id(parameter) for router in find_routers(learner.model) for parameter in router.module.parameters()}
     return {name: {_bytes_digest(tensor) for tensor in (parameter.data, getattr(parameter, "ds_tensor", None))
@@ -240,9 +240,9 @@ def router_parts(learner: Learner) -> dict[str, set[str]]:
 
 
 def check_written(path: Path, routers: dict[str, set[str]]) -> None:
-    """Raise CheckpointError where DeepSpeed's file of this rank's weights (if it wrote one) has another router than
-    `router_parts`, whose hash was right. Reads no more than the routers."""
-    if not routers or not path.is_file():
+    """Raise CheckpointError where DeepSpeed's file of this rank's weights has another router than `router_parts`, whose hash
+    was right. Reads no more than the routers."""
+    if not routers:
         return
     state = torch.load(path, map_location="cpu", mmap=True, weights_only=False)  # this process has just written it
     for name, expected in routers.items():
@@ -375,7 +375,8 @@ def load_checkpoint(learner: Learner, path: str | Path, *,
     record = _record(path)
     here = {"world_size": learner.world_size, "zero_stage": learner.config.zero_stage,
             "autoep_size": learner.config.autoep_size, "dtype": learner.config.dtype}
-    other = {key: record.get(key, 0) for key, value in here.items() if record.get(key, 0) != value}
+    there = {key: record.get(key, value if key == "dtype" else 0) for key, value in here.items()}  # of earlier versions
+    other = {key: value for key, value in there.items() if value != here[key]}
     if other and (convert is None or "dtype" in other):
         key, there = next(reversed(other.items()))
         raise CheckpointError(f"{path} was written with {key} {there}, this run has {here[key]}; "
@@ -395,6 +396,19 @@ def load_checkpoint(learner: Learner, path: str | Path, *,
         learner.router_hash = record["router_hash"]
         learner.check_routers()
     return record["caller"]
+
+
+@contextlib.contextmanager
+def reading(path: Path | None):
+    """Around the use of what `load_checkpoint` gave: a value that is not there is a CheckpointError."""
+    try:
+        yield
+    except KeyError as error:
+        if path is None:
+            raise
+        raise CheckpointError(f"{path} has no {error} in its state: another version of this program wrote it. Go on with "
+                              "that version, or take its weights by `mopd export RUN --step N`, or start anew "
+                              "(--resume never)") from error
 
 
 def _record(path: Path) -> dict[str, Any]:

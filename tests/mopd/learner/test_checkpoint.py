@@ -26,6 +26,7 @@ from mopd.learner.checkpoint import (
     load_checkpoint,
     own_folder,
     read_state,
+    reading,
     save_checkpoint,
     sound,
 )
@@ -322,6 +323,21 @@ def test_a_killed_save_leaves_no_trace_for_the_next(tmp_path):
         (tmp_path / name / "engine").mkdir(parents=True)
     Checkpoints(tmp_path).save(learner, 0, {})
     assert [p.name for p in tmp_path.iterdir()] == ["step-0"]
+    learner.close()
+
+
+def test_checkpoints_of_other_versions_are_told_from_damaged_ones(tmp_path):
+    learner = learner_of()
+    path = save_checkpoint(learner, tmp_path, {"known": 1})
+    record = json.loads((path / "state.json").read_text())
+    for key in ("dtype", "autoep_size", "digest"):
+        del record[key]
+    (path / "state.json").write_text(json.dumps(record))
+    state = load_checkpoint(learner, path)
+    with pytest.raises(CheckpointError, match="step-0 has no 'score' in its state: another version"), reading(path):
+        state["score"]
+    (path / "state.json").write_text("{")
+    assert damage(path).startswith("state.json cannot be read: ")
     learner.close()
 
 
