@@ -28,8 +28,8 @@ def saved_learner(config: Config, record: dict[str, Any]) -> Learner:
     base = learner_config(config.train.optimizer, config, prefix_gradient=config.train.prefix_gradient)
     layout = dataclasses.replace(
         base, zero_stage=record["zero_stage"], dtype=record.get("dtype", config.deepspeed.dtype),
-        autoep_size=record.get("autoep_size", 0), autoep_preset=record.get("autoep_preset", base.autoep_preset), split_on_imbalance=0, offload_optimizer=False,
-        offload_parameters=False)
+        autoep_size=record.get("autoep_size", 0), autoep_preset=record.get("autoep_preset", base.autoep_preset),
+        split_on_imbalance=0, offload_optimizer=False, offload_parameters=False)
     model = load_model(config.student.model, attention=config.student.attention,
                        trust_remote_code=config.student.trust_remote_code)
     return Learner(model, config=layout, total_steps=config.train.steps)
