@@ -189,7 +189,8 @@ class Ahead:
             mixer_of(config), samplers, Assembly(store=launch.store, demonstration=train.demonstration_fraction),
             draws=None if launch.selector is None else PointDraws(launch.selector), fresh_turns=train.fresh_turns,
             advantage=advantage if train.group_size > 1 else None, needs_spread=alpha,
-            limit=FailureLimit(train.max_infra_failure_share), moving=sampling.drift.enabled)
+            limit=FailureLimit(train.max_infra_failure_share), engine_wait_s=sampling.engine_wait_s,
+            moving=sampling.drift.enabled)
 
     def begin(self, state: Mapping[str, Any]) -> None:
         if self.ranks.first and state:

@@ -11,6 +11,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
 FAILURES_ALLOWED = 2
 # No vLLM starts within this many seconds, so one heard from more lately is still the same process.
 SILENCE = 5.0
+ANSWERS = "answers"
+# what is told of a server that is well
 
 
 @dataclasses.dataclass(eq=False)
@@ -79,7 +81,7 @@ class Balance:
     def greeted(self, endpoint: Endpoint, now: float) -> bool:
         """It was looked at and is well; True where it came back."""
         again, endpoint.missed = endpoint.missed, False
-        endpoint.live, endpoint.unfit, endpoint.failures, endpoint.said, endpoint.heard_at = True, False, 0, "answers", now
+        endpoint.live, endpoint.unfit, endpoint.failures, endpoint.said, endpoint.heard_at = True, False, 0, ANSWERS, now
         return again
 
     def said(self) -> str:

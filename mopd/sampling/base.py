@@ -109,3 +109,7 @@ class EngineTrouble:
 
     reason: str
     words: str
+
+
+class EngineUnreachable(RuntimeError):
+    """The engine writes no turns, and has not for as long as the caller waits; the message says what it met last."""

@@ -44,6 +44,8 @@ from mopd.mixer_machine import Mixer
 from mopd.rows import Row
 from mopd.sampling.advantages import GroupAdvantage
 from mopd.sampling.assemble import Assembly, EndedGroup, group_from_text, group_to_text, judge, ranges, staleness
+from mopd.sampling.balance import ANSWERS
+from mopd.sampling.base import EngineUnreachable
 from mopd.sampling.failures import FailureLimit
 from mopd.sampling.point_draws import PointDraws, points_from_plain, points_to_plain
 from mopd.sampling.samplers import Samplers
@@ -56,6 +58,8 @@ LISTEN_S = 0.5
 # longest wait for news before the thread looks at what has a time of its own (silent samplers, replacements)
 SAY_AFTER_S = 60.0
 # a step that waits for samples says so after this time, and again whenever it has doubled
+AWAY_S = 5.0
+# engines that do not answer are told of after this time
 BUSY_S = 5.0
 # samplers tell how busy they were every second; their share is taken over at least this time
 SHOWN = ("seconds", "tokens", "acceptance", "oversampling", "in_flight", "ready")
@@ -90,18 +94,22 @@ class Coordinator:
     advantage      a group's rewards → outcome advantages (see judge)
     needs_spread   a group without spread is refused
     limit          when failures of environments end the run
+    engine_wait_s  how long a step waits for engines of which none answers
     moving         prefix fractions move, so plans carry their stream shares
     ended          told every sequence's rows as soon as it has ended (teachers begin to score)
 
-    Raises in `take` whatever ended the thread: SamplersGone, SamplerFault, NothingAccepted, TooManyFailures, NothingToSelect.
+    Raises in `take` EngineUnreachable after that, and whatever ended the thread: SamplersGone, SamplerFault, NothingAccepted,
+    TooManyFailures, NothingToSelect.
     """
 
     def __init__(self, mixer: Mixer, samplers: Samplers, assembly: Assembly, *, draws: PointDraws | None = None,
                  fresh_turns: int = 1, advantage: GroupAdvantage | None = None, needs_spread: bool = False,
-                 limit: FailureLimit | None = None, moving: bool = False, quiet: bool = False):
+                 limit: FailureLimit | None = None, engine_wait_s: float = math.inf, moving: bool = False,
+                 quiet: bool = False):
         self.mixer, self.samplers, self.assembly, self.draws = mixer, samplers, assembly, draws
         self.fresh_turns, self.advantage, self.needs_spread = fresh_turns, advantage, needs_spread
         self.limit, self.moving, self.quiet = limit or FailureLimit(1.0), moving, quiet
+        self.engine_wait_s = engine_wait_s
         self.ended: Callable[[list[Row]], None] | None = None
         self.may_break: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
         self.totals: Counter[str] = Counter()
@@ -125,6 +133,7 @@ class Coordinator:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._looks = deque([(time.monotonic(), 0.0)])
+        self._away: dict[str, tuple[float, bool]] = {}  # server → since when it does not answer, and whether that was said
 
     # The learner's side
 
@@ -260,7 +269,7 @@ class Coordinator:
 
     def _wait(self, began: float) -> None:
         """Until the batch is there. Raises what ended the thread."""
-        say = SAY_AFTER_S
+        say, down = SAY_AFTER_S, False
         while True:
             with contextlib.suppress(queue.Empty):
                 found = self._signals.get(timeout=min(1.0, say / 4))
@@ -268,9 +277,13 @@ class Coordinator:
                     self._signals.put(found)  # for whoever asks again
                     raise found
                 return
-            if time.monotonic() - began > say:
-                say *= 2
-                self._say(f"waiting for samples for {time.monotonic() - began:.0f} s: {self._lacking()}")
+            waited, engines_down = time.monotonic() - began, self.samplers.engines_down_s()
+            if waited > say or engines_down > AWAY_S and not down:
+                say, down = say * 2 if waited > say else say, engines_down > AWAY_S
+                self._say(f"waiting for samples for {waited:.0f} s: {self._lacking()}")
+            if min(waited, engines_down) > self.engine_wait_s:
+                raise EngineUnreachable(f"{'; '.join(self.samplers.troubles())}. A step waits for {self.engine_wait_s:g} s "
+                                        "(sampling.engine_wait_s); the same command goes on from the last checkpoint")
 
     def _lacking(self) -> str:
         with self._lock:
@@ -323,6 +336,7 @@ class Coordinator:
                 with self._lock:
                     for name, news in self.samplers.news():
                         self._heard(name, news)
+                    self._look_at_servers(time.monotonic())
         except Exception as error:  # noqa: BLE001 - the learner's thread raises it
             self._signals.put(error)
 
@@ -343,6 +357,19 @@ class Coordinator:
             self.begun_again["sampler lost"] += lost
             self._say(f"{name} is gone ({news.words}); {lost} sequences begin again, and it is replaced")
             self._offer(EngineChanged(time.monotonic(), name, 0, 0.0))
+
+    def _look_at_servers(self, now: float) -> None:
+        """Say which of the engines' servers are away for more than a moment, and which are back."""
+        for url, said in self.samplers.servers().items():
+            since, told = self._away.pop(url, (now, False))
+            if said == ANSWERS:
+                if told:
+                    self._say(f"{url} answers again")
+                continue
+            if not told and now - since > AWAY_S:
+                told = True
+                self._say(f"{url} does not answer ({said}); it is asked for nothing until it does")
+            self._away[url] = since, told
 
     def _work_ended(self, news: Done | GaveUp) -> None:
         work = news.work

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,8 @@ BEAT_S = 1.0
 TURN_S = 0.05
 # the loop looks for messages at least so often
 IDLE_S = 0.5
+ENGINE_TRY_S, ENGINE_PAUSE_S = 5.0, 1.0
+# servers that do not answer are asked again for so long, then the parent is told and after the pause it is tried again
 FINAL = (ValueError, TypeError, ImportError, FileNotFoundError, NotADirectoryError, PermissionError)
 # what a start can fail with that no other try mends
 NOT_OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
@@ -170,6 +173,7 @@ class _Sampler:
         self.version = spec.version
         self.loop: ContinuousLoop | None = None
         self.engine: Any = None
+        self.unreachable: tuple[float, str] | None = None  # since when the engine's servers do not answer, and what was met
         self.domains: dict[str, Any] = {}
 
     def run(self) -> None:
@@ -228,10 +232,13 @@ class _Sampler:
         check_model_source(config.student.model)
         renderer = ChatRenderer(load_tokenizer(config.student.model, trust_remote_code=config.student.trust_remote_code),
                                 stop_strings=config.sampling.stop_strings)
-        self.engine = make_engine(config, number=self.spec.number, of=config.sampling.samplers)
+        # How long a run waits for servers is the run's business: here they are tried again until the parent ends this.
+        patient = dataclasses.replace(config, sampling=dataclasses.replace(
+            config.sampling, engine_wait_s=min(config.sampling.engine_wait_s, ENGINE_TRY_S)))
+        self.engine = self._patiently(lambda: make_engine(patient, number=self.spec.number, of=config.sampling.samplers))
         parts.callback(getattr(self.engine, "close", lambda: None))
         if self.spec.weights is not None:
-            taken = take(self.engine, self.spec.weights, self.spec.version)
+            taken = self._patiently(lambda: take(self.engine, self.spec.weights, self.spec.version))
             self._tell([TookWeights(taken.version, taken.seconds, taken.gap)])
         model = getattr(self.engine, "model", None)
         works = Works(
@@ -317,10 +324,25 @@ class _Sampler:
         from mopd.sampling.work import TookWeights
 
         self._say(f"taking the weights of version {weights.version}")
-        taken = take(self.engine, weights.folder, weights.version)
+        taken = self._patiently(lambda: take(self.engine, weights.folder, weights.version))
         self.version = weights.version
         self._tell([TookWeights(taken.version, taken.seconds, taken.gap)])
         self._say("sampling")
+
+    def _patiently(self, act: Callable[[], Any]) -> Any:
+        """What `act` returns, tried again while no server of the engine answers. That is no standing still."""
+        from mopd.sampling.base import EngineUnreachable
+
+        while True:
+            try:
+                found = act()
+            except EngineUnreachable as error:
+                now = time.monotonic()
+                self.unreachable, self.since = ((self.unreachable or (now,))[0], str(error)), now
+                time.sleep(ENGINE_PAUSE_S)
+            else:
+                self.unreachable = None
+                return found
 
     # The pipe
 
@@ -359,9 +381,13 @@ class _Sampler:
         # Copies: they go on counting while these are sent.
         stats = {name: dict(value) if isinstance(value, dict) else value
                  for name, value in (getattr(self.engine, "stats", None) or {}).items()}
+        if callable(servers := getattr(self.engine, "servers", None)):
+            stats["servers"] = servers()
+        if (down := self.unreachable) is not None:
+            stats["engine_trouble"] = {"since_s": time.monotonic() - down[0], "words": down[1]}
         if self.loop is not None:
             stats |= {"busy_seconds": self.loop.busy_seconds, "counts": dict(self.loop.counts),
-                      "engine_trouble": self.loop.engine_trouble}
+                      "engine_trouble": stats.get("engine_trouble") or self.loop.engine_trouble}
             stats["environments"] = {name: domain.counts() for name, domain in list(self.domains.items())}
         return stats
 

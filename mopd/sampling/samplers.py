@@ -174,6 +174,14 @@ class Samplers:
         """What went wrong in all samplers that there ever were, as of their last words (see mopd.sources.Source.counts)."""
         return summed([self._counts_before, *(counts_of(sampler.stats) for sampler in self._live.values())])
 
+    def servers(self) -> dict[str, str]:
+        """Address of every server that a sampler asks → "answers", or what it met last."""
+        return {url: said for stats in self.stats().values() for url, said in (stats.get("servers") or {}).items()}
+
+    def engines_down_s(self) -> float:
+        """For how many seconds no sampler's engine has answered; 0 while one does, or nobody knows."""
+        return min(((stats.get("engine_trouble") or {}).get("since_s", 0.0) for stats in self.stats().values()), default=0.0)
+
     def troubles(self) -> list[str]:
         """Why samplers do not get on, in words: replacements on their way, engines that do not answer."""
         said = [f"{name} is being replaced" for name in self._due]

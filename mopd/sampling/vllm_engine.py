@@ -13,17 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from mopd.sampling.base import Completion, EngineTrouble, Request, SamplingOptions
+from mopd.sampling.base import Completion, EngineTrouble, EngineUnreachable, Request, SamplingOptions
 from mopd.sampling.vllm_turns import Writing, check_request, check_vllm_options, told_of
 from mopd.sampling.weight_folder import WeightFolder
 
 SHARED_MEMORY = "/dev/shm"
 # Seconds between two tries to write a turn of `generate` that had trouble: the first and the longest; each doubles it.
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
-
-
-class EngineUnreachable(RuntimeError):
-    """The engine writes no turns, and has not for as long as the caller waits; the message says what it met last."""
 
 
 class TurnEngine(abc.ABC):

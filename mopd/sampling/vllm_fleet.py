@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import math
 import os
 import queue
 import sys
@@ -21,15 +22,16 @@ from typing import Any
 import numpy as np
 
 from mopd.sampling import vllm_wire as wire
-from mopd.sampling.balance import Balance, Endpoint
-from mopd.sampling.base import Completion, EngineTrouble
+from mopd.sampling.balance import ANSWERS, Balance, Endpoint
+from mopd.sampling.base import Completion, EngineTrouble, EngineUnreachable
 from mopd.sampling.servers import Servers, Unavailable, Unfit, key_headers
-from mopd.sampling.vllm_engine import EngineUnreachable, TurnEngine
+from mopd.sampling.vllm_engine import TurnEngine
 from mopd.sampling.vllm_turns import MODE, MODE_FLAG, Piece, Turn, Writing
 from mopd.sampling.vllm_weights import ServerWeights
 from mopd.sampling.weight_folder import WeightsDiffer
 
 CHECK_SECONDS = 30.0  # of one question to a server that is being greeted
+SAY_AFTER_S = 5.0  # servers of which none answers are waited for without a word for so long
 PROBE = np.array([2, 3], np.uint32)  # any model has these ids
 
 
@@ -99,8 +101,8 @@ class VLLMFleet(TurnEngine):
         return self
 
     def servers(self) -> dict[str, str]:
-        """url → what it said last ("answers" where all is well)."""
-        return {e.url: e.said for e in self._balance.endpoints}
+        """url → "answers" where all is well, else what it met last."""
+        return {e.url: ANSWERS if e.live else e.said for e in self._balance.endpoints}
 
     @property
     def requests_by_server(self) -> dict[str, int]:
@@ -234,12 +236,16 @@ class VLLMFleet(TurnEngine):
 
     async def _until_live(self, *, force: bool = False) -> Endpoint:
         """A live server; raises EngineUnreachable after `patience_s` without one. `force`: greet all of them first."""
-        end = time.monotonic() + self.patience_s
+        end, say = time.monotonic() + self.patience_s, time.monotonic() + SAY_AFTER_S
         await self._servers.greet(force=force)
         while (endpoint := self._balance.choose()) is None:
             if time.monotonic() >= end or any(e.unfit for e in self._balance.endpoints):
                 raise EngineUnreachable(f"no server of the student answers: {self._balance.said()}; start one with "
                                         "`mopd serve`, or mend sampling.urls")
+            if say < time.monotonic() < end:
+                say = math.inf
+                print(f"sampling: no server of the student answers: {self._balance.said()}; waiting up to "
+                      f"{self.patience_s:g} s (sampling.engine_wait_s)", file=sys.stderr, flush=True)
             await asyncio.sleep(0.5)
             await self._servers.greet()
         return endpoint

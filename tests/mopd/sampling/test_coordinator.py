@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from mopd.sampling.assemble import (
     ranges,
     staleness,
 )
+from mopd.sampling.base import EngineUnreachable
 from mopd.sampling.coordinator import Coordinator
 from mopd.sampling.failures import FailureLimit, TooManyFailures
 from mopd.sampling.point_draws import PointDraws
@@ -131,6 +134,43 @@ def test_samplers_that_die_again_and_again_end_the_run(tiny_run, tmp_path):
     finally:
         made.close()
         launch.close()
+
+
+@pytest.mark.timeout(120)
+def test_servers_that_do_not_answer_are_waited_for_told_and_in_the_end_end_the_run(tiny_run, tmp_path, capsys):
+    """No fault of the sampler's, which waits with them: it is not replaced."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]  # nobody listens there
+    launch = open_launch(tiny_run.config("sampling.overlap=1", "sampling.engine=server", "sampling.engine_retries=0",
+                                         f"sampling.urls=[http://127.0.0.1:{port}]", "sampling.sampler_timeout=2"))
+    made = coordinator(launch, tmp_path, restarts=0)
+    made.engine_wait_s = 8.0
+    try:
+        made.start(None, 0)
+        with pytest.raises(EngineUnreachable) as raised:
+            made.take(0)
+    finally:
+        made.close()
+        launch.close()
+    for words in (str(raised.value), capsys.readouterr().err):
+        assert "sampler-0: its engine has not answered for " in words and f"127.0.0.1:{port}: connection refused" in words
+    assert "sampling.engine_wait_s" in str(raised.value) and made.samplers.replaced == 0
+
+
+def test_one_server_of_several_that_is_away_is_told_of_once_and_when_it_is_back(capsys):
+    samplers, said = Samplers(None, 1), {"http://a": "answers", "http://b": "connection refused"}
+    samplers._live["sampler-0"] = SimpleNamespace(stats={"servers": said}, close=lambda: None)
+    mixer = SimpleNamespace(schedule=None)
+    made = Coordinator(mixer, samplers, Assembly())
+    for now in (0.0, 3.0, 7.0, 8.0):
+        made._look_at_servers(now)
+    said["http://b"] = "answers"
+    made._look_at_servers(9.0)
+    assert capsys.readouterr().err.splitlines() == [
+        "sampling: http://b does not answer (connection refused); it is asked for nothing until it does",
+        "sampling: http://b answers again"]
+    samplers.close()
 
 
 # Parts
