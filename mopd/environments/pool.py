@@ -8,6 +8,8 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import math
+import numbers
 import threading
 import time
 from collections.abc import Iterable
@@ -44,10 +46,10 @@ class PooledEnvironment:
         self.broken = False
 
     def reset(self, task: Task, *, expert: bool = False) -> Observation:
-        return self._timed("reset", lambda: self._environment.reset(task, expert=expert))
+        return self._timed("reset", lambda: self._checked(self._environment.reset(task, expert=expert)))
 
     def step(self, action: str) -> Observation:
-        return self._timed("step", lambda: self._environment.step(action))
+        return self._timed("step", lambda: self._checked(self._environment.step(action)))
 
     def expert_action(self) -> str | None:
         return self._guarded(self._environment.expert_action)
@@ -63,6 +65,20 @@ class PooledEnvironment:
 
     def close(self) -> None:
         self._environment.close()
+
+    def _checked(self, observation: Observation) -> Observation:
+        """What the environment answered; what nobody could show to a model or count as a reward is its failure."""
+        wrong = ""
+        if not isinstance(observation, Observation):
+            wrong = f"a {type(observation).__name__} instead of an Observation"
+        elif not (isinstance(observation.text, str) and isinstance(observation.instruction, str)):
+            kinds = f"{type(observation.text).__name__} and {type(observation.instruction).__name__}"
+            wrong = f"an Observation whose text and instruction are {kinds}, not strings"
+        elif not (isinstance(observation.score, numbers.Real) and math.isfinite(observation.score)):
+            wrong = f"an Observation whose score is {observation.score!r}, not a finite number"
+        if wrong:
+            raise EnvironmentFailure("bad_observation", f"environment {self._pool.family.name!r} answered with {wrong}")
+        return observation
 
     def _timed(self, kind: str, call):
         start = time.perf_counter()

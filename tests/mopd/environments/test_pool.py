@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from mopd.environments.base import EnvironmentFailure
+from mopd.environments.base import EnvironmentFailure, Observation, Task
 from mopd.environments.java import JavaMachine
 from mopd.environments.pool import EnvironmentPool
 from mopd.environments.registry import make_family
@@ -39,6 +40,26 @@ def test_more_acquired_than_size(families):
         assert pool.stats.steps == 4
     with pytest.raises(RuntimeError, match="closed"):
         pool.acquire(tasks[0])
+
+
+@pytest.mark.parametrize(("answer", "words"), [
+    (None, "a NoneType instead of an Observation"), ("a room", "a str instead of an Observation"),
+    (Observation(5), "text and instruction are int and str, not strings"),
+    (Observation("a room", score=float("nan")), "score is nan, not a finite number"),
+    (Observation("a room", score=None), "score is None, not a finite number"),
+])
+def test_what_no_model_could_be_shown_or_rewarded_with_is_a_failure_of_the_environment(answer, words):
+    answers = [Observation("a room"), answer]
+    made = SimpleNamespace(reset=lambda task, expert: answers[0], step=lambda action: answers[1], close=lambda: None)
+    with EnvironmentPool(SimpleNamespace(name="mine", create=lambda: made), size=1, retries=0) as pool:
+        environment, _ = pool.acquire(Task("t", 0, "train"))
+        with pytest.raises(EnvironmentFailure, match=f"bad_observation: environment 'mine' answered with .*{words}"):
+            environment.step("look")
+        assert environment.broken
+        answers.reverse()
+        with pytest.raises(EnvironmentFailure, match="bad_observation"):
+            pool.acquire(Task("t", 1, "train"))
+        assert pool.stats.failures == {"bad_observation": 2}
 
 
 @pytest.fixture
