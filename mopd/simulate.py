@@ -147,14 +147,14 @@ def config_errors(config: SimulateConfig) -> list[str]:
         errors.append("size: steps must be at least 2, tries at least 1, idle_share between 0 and 1")
     for name, source in config.sources.items():
         for key in ("seconds", "tokens", "turns", "group_size", "fresh_turns"):
-            if not getattr(source, key) > 0:
-                errors.append(f"sources.{name}.{key}: must be positive")
+            if not 0 < getattr(source, key) < math.inf:
+                errors.append(f"sources.{name}.{key}: must be positive and finite")
         if not 0 < source.acceptance <= 1:
             errors.append(f"sources.{name}.acceptance: must lie in (0, 1]")
         if not 0 <= source.prefix_fraction <= 1:
             errors.append(f"sources.{name}.prefix_fraction: must lie in [0, 1]")
-        if source.spread < 0 or source.share < 0:
-            errors.append(f"sources.{name}: spread and share must not be negative")
+        if not (0 <= source.spread < math.inf and 0 <= source.share < math.inf):
+            errors.append(f"sources.{name}: spread and share must not be negative or infinite")
         if source.environments is not None and source.environments < source.group_size:
             errors.append(f"sources.{name}.environments: has no room for a group of {source.group_size}")
     made = config.generate
@@ -186,7 +186,7 @@ def generated(made: GenerateConfig, seed: int) -> dict[str, WorkConfig]:
 
 def scenario(config: SimulateConfig) -> Scenario:
     """Sources, work and cluster of a configuration. Raises TraceError, ConfigError, or NothingToSimulate where a domain of
-    the training configuration has no work."""
+    the training configuration has no work, or no source has a share."""
     recorded = read_trace(config.trace, tokens_per_second=config.cluster.tokens_per_second) if config.trace else {}
     works = {**generated(config.generate, config.seed), **config.sources}
     streams: dict[str, dict[str, float]] = {}
@@ -211,6 +211,8 @@ def scenario(config: SimulateConfig) -> Scenario:
         for name, work in works.items():
             f = work.prefix_fraction
             streams[name] = {s: w for s, w in (("rollout", 1 - f), ("prefix", f)) if w > 0}
+    if not any(work.share > 0 for work in works.values()):
+        raise NothingToSimulate("sources: every share is 0, so no step has a group; give one a share above 0")
     models, sources = {}, {}
     for name, work in works.items():
         for stream in streams[name]:

@@ -191,6 +191,12 @@ def test_every_error_of_a_configuration_is_said_at_once(tmp_path):
     path.write_text("steps: 5\n")
     with pytest.raises(ConfigError, match="nothing to simulate"):
         run_simulate(path, [])
+    path.write_text("steps: 5\nsources: {d: {share: 0}}\n")
+    with pytest.raises(NothingToSimulate, match="every share is 0"):
+        run_simulate(path, [])
+    path.write_text("steps: 5\nsources: {d: {seconds: .inf}}\n")
+    with pytest.raises(ConfigError, match="sources.d.seconds: must be positive and finite"):
+        run_simulate(path, [])
 
 
 def test_the_command_prints_plots_and_answers_in_json(tmp_path):
