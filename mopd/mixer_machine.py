@@ -47,6 +47,10 @@ PERIOD_MEMORY = 8
 class NothingAccepted(RuntimeError):
     """A source has had group after group refused; the message names it."""
 
+    def __init__(self, message: str, source: str):
+        super().__init__(message)
+        self.source = source
+
 
 @dataclasses.dataclass(frozen=True)
 class MixerOptions:
@@ -333,7 +337,7 @@ class Mixer:
                 raise NothingAccepted(
                     f"source {source}: the last {self.rejected_run[source]} groups were all refused "
                     f"({dict(self.counts[source])}), so no step can be filled. Look at why (tasks that are always or never "
-                    "solved, a teacher without scores), take the domain out, or raise max_rejected")
+                    "solved, a teacher without scores), take the domain out, or raise max_rejected", source)
         self._ended += 1
         if self._ended >= REFRESH_EVERY:
             self._refresh()

@@ -40,7 +40,7 @@ from mopd.mixer_events import (
     Say,
     TrainerReady,
 )
-from mopd.mixer_machine import Mixer
+from mopd.mixer_machine import Mixer, NothingAccepted
 from mopd.rows import Row
 from mopd.sampling.advantages import GroupAdvantage
 from mopd.sampling.assemble import Assembly, EndedGroup, group_from_text, group_to_text, judge, ranges, staleness
@@ -424,7 +424,13 @@ class Coordinator:
     # What the mixer asks
 
     def _offer(self, event: Event) -> None:
-        for action in self.mixer.offer(event):
+        try:
+            actions = self.mixer.offer(event)
+        except NothingAccepted as error:
+            reasons = ", ".join(f"{number} {reason}" for reason, number in self.dropped[error.source].items())
+            raise NothingAccepted(f"{error} (sampling.mixer.max_rejected). Dropped of it so far: {reasons}",
+                                  error.source) from error
+        for action in actions:
             self._do(action)
         self._flush()
 

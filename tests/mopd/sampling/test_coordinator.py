@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mopd.check import open_launch
-from mopd.mixer_events import GroupId
+from mopd.mixer_events import EngineChanged, GroupId, TrainerReady
+from mopd.mixer_machine import NothingAccepted
 from mopd.rows import Action, Row
 from mopd.sampling.assemble import (
     Assembly,
@@ -170,6 +171,25 @@ def test_one_server_of_several_that_is_away_is_told_of_once_and_when_it_is_back(
     assert capsys.readouterr().err.splitlines() == [
         "sampling: http://b does not answer (connection refused); it is asked for nothing until it does",
         "sampling: http://b answers again"]
+    samplers.close()
+
+
+def test_groups_that_are_all_refused_end_the_run_with_the_reason(tiny_run):
+    """Not one of their rewards differs from another."""
+    config = tiny_run.config("sampling.overlap=1", "train.prefix_fraction=0", "train.group_size=2",
+                             "sampling.mixer.max_rejected=1")
+    samplers = Samplers(None, 1)
+    made = Coordinator(mixer_of(config), samplers, Assembly(), advantage=centred, needs_spread=True)
+    given = []
+    samplers.give = lambda name, works: given.extend(works)
+    made._offer(EngineChanged(0.0, "sampler-0", 8, 1e6))
+    made._offer(TrainerReady(0.0))
+    work = given[0]
+    pair = [one for one in given if one.group == work.group]
+    assert len(pair) == 2
+    made._heard("sampler-0", Done(pair[0], (turn(branch=False),), 6, {"reward": 0.0, "sampled_tokens": 2}))
+    with pytest.raises(NothingAccepted, match=r"sampling.mixer.max_rejected\). Dropped of it so far: 1 no spread"):
+        made._heard("sampler-0", Done(pair[1], (turn(branch=False),), 6, {"reward": 0.0, "sampled_tokens": 2}))
     samplers.close()
 
 
