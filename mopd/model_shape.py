@@ -113,8 +113,8 @@ def _config(source: str | Path, trust_remote_code: bool) -> Any:
                 return AutoConfig.for_model(kind, **found)
             break
     if not path.is_dir() and str(source).count("/") != 1:  # a folder that is not made yet, and no id of a hub
-        raise UnknownShape(f"there is no config.json of {source} to estimate from, nor such a folder yet; make the model first "
-                           "(a recipe's pipeline does, such as `mopd demo`), or name another by student.model=…")
+        raise UnknownShape(f"there is no config.json of {source} to estimate from, nor such a folder yet; make the model "
+                           "first (a recipe's pipeline does, such as `mopd demo`), or name another by student.model=…")
     try:
         return AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

@@ -89,7 +89,7 @@ def test_a_domain_in_workers_plays(tmp_path):
                     f"teachers: {{t: {{model: {tmp_path}}}}}\nstudent: {{model: {tmp_path}}}\n")
     domain = open_domain(load_config(path), "walk")
     try:
-        assert isinstance(domain.family, WorkerFamily) and domain.workers["started"] >= 1
+        assert isinstance(domain.family, WorkerFamily) and domain.counts()["workers"]["started"] >= 1
         environment, view = domain.pool.acquire(domain.tasks("train")[2])
         assert view.text == "place 0 of 3" and environment.step("forward").score > 0
         domain.pool.release(environment)
