@@ -124,7 +124,7 @@ def jobs_of(config: Any, path: Path, hosts: Sequence[str], *, by: str = "torchru
     if by != "torchrun":
         raise CannotLaunch(f"--by {by}: the learner's processes are started by {' or '.join(BY)}")
     for number, host in enumerate(learners):
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(learners)}", f"--nproc_per_node={per}",
+        command = [sys.executable, "-m", "mopd.local_ranks", f"--nnodes={len(learners)}", f"--nproc_per_node={per}",
                    f"--node_rank={number}", f"--master_addr={learners[0]}", f"--master_port={port}", *train]
         machine = machines(place)["learner"][number]
         found.append(Job(f"learner-{number}", "learner", machine, host, tuple(command), environment))

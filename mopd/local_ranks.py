@@ -1,4 +1,4 @@
-"""torchrun for the option `--ranks` (mopd/ranks.py): the same processes, but what a rank said last is not buried under
+"""torchrun for `--ranks` (mopd/ranks.py) and `mopd launch`: the same processes, but what a rank said last is not buried under
 torchrun's own traceback, and the job ends with the status of the rank that failed first, or 128 + N after signal N."""
 
 from __future__ import annotations

@@ -45,6 +45,7 @@ def test_four_machines_get_their_commands():
     assert {"--vllm=--tensor-parallel-size", "--vllm=2"} <= set(embodied[0].command)
     assert sampling[0].command[-3:] == ("c", "--port", "8000")
     second = jobs[-1].command
+    assert second[1:3] == ("-m", "mopd.local_ranks"), "torchrun's own status would be 1 where a configuration is wrong (2)"
     assert "--node_rank=1" in second and "--master_addr=a" in second and "--nproc_per_node=8" in second
     urls = next(word for word in second if word.startswith("teachers.game.urls="))
     assert json.loads(urls.partition("=")[2]) == ["http://d:8100", "http://d:8101"]
@@ -138,7 +139,7 @@ def test_slurms_file_runs_the_job(tmp_path, status):
     (shims / "scontrol").write_text("#!/bin/bash\nprintf 'n1\\nn2\\nn3\\nn4\\n'\n")
     (shims / "curl").write_text("#!/bin/bash\nexit 0\n")
     (shims / "srun").write_text('#!/bin/bash\necho "$@" >>"$LOG"\ncase "$*" in\n'
-                                f'*distributed.run*) sleep 0.3; exit {status};;\n*) exec sleep 60;;\nesac\n')
+                                f'*mopd.local_ranks*) sleep 0.3; exit {status};;\n*) exec sleep 60;;\nesac\n')
     for shim in shims.iterdir():
         shim.chmod(0o755)
     config = load_config(FOUR, [f"run={tmp_path}/run"])
@@ -150,7 +151,7 @@ def test_slurms_file_runs_the_job(tmp_path, status):
     done = subprocess.run(["bash", str(file)], env=os.environ | environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == status, done.stderr
     lines = (tmp_path / "log").read_text().splitlines()
-    learners = [line for line in lines if "distributed.run" in line]
+    learners = [line for line in lines if "mopd.local_ranks" in line]
     assert len(lines) == 10 and len(learners) == 2 and lines[-1] in learners
     assert {line.split("--nodelist=")[1].split()[0] for line in learners} == {"n1", "n2"}
     assert all("--master_addr=n1" in line and '"http://n4:8100"' in line for line in learners)
