@@ -35,6 +35,7 @@ from mopd.sampling.engines import make_engine, student_config
 from mopd.sampling.hf import HFEngine
 from mopd.sampling.streams import Streams
 from mopd.selftest import Check, selftest
+from mopd.set_aside import set_aside
 from mopd.sources import Ahead, OnPolicy, Source
 from teachers.consistency import measure_distances, print_distances
 from teachers.grading import centre, has_spread
@@ -82,6 +83,8 @@ def find_checkpoints(config: Config, launch: Launch, folder: Path, resume: bool,
             return
         if rollback:
             print(roll_back(folder, folder_of(place, identical), rollback), file=sys.stderr)
+        elif resume and (said := set_aside(folder, folder_of(place, identical), to_dict(config))):
+            print(said, file=sys.stderr)
         (folder / FINISHED_RUN).unlink(missing_ok=True)
         own_folder(place, identical, resume=resume)
         (aside := folder / ".config.json").write_text(json.dumps(to_dict(config), indent=1))

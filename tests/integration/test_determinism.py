@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import time
 
@@ -77,9 +78,18 @@ def test_a_checkpoint_of_another_config_is_not_gone_on_from(tiny_run, tmp_path, 
     monkeypatch.undo()
     train(tiny_run.config(f"run={tmp_path}", "train.checkpoint_every=1", "train.objective=jsd"))
     said = capsys.readouterr().err
-    assert "another configuration" in said and "finished student" not in said
+    assert "another configuration, 2 steps of it" in said and "finished student" not in said
+    assert 'train.objective was "reverse_kl" and is "jsd"' in said
+    aside = student(tmp_path).with_name(".seed-1.set-aside")
+    assert len(records(aside)) == 2 and list((aside / "checkpoints").glob("*/step-2")) and str(aside) in said
     train(tiny_run.config(f"run={tmp_path / 'fresh'}", "train.checkpoint_every=1", "train.objective=jsd"))
     assert records(student(tmp_path)) == records(student(tmp_path / "fresh"))
+    # Put back, it is gone on from.
+    shutil.rmtree(student(tmp_path))
+    aside.rename(student(tmp_path))
+    train(tiny_run.config(f"run={tmp_path}", "train.checkpoint_every=1", "train.objective=reverse_kl"))
+    assert "starts anew" not in capsys.readouterr().err
+    assert [record["step"] for record in records(student(tmp_path))] == list(range(len(records(student(tmp_path / "fresh")))))
 
 
 def test_a_finished_run_is_not_trained_again_unless_asked(tiny_run, tmp_path, monkeypatch, capsys):
