@@ -37,7 +37,8 @@ def set_aside(folder: Path, own: Path, config: dict[str, Any]) -> str:
     half.rename(aside)
     return (f"{folder} held an unfinished run of another configuration, {steps} steps of it in a checkpoint{differ}. It lies "
             f"in {aside} now, until another takes its place, and this run starts anew. To go on with it, end this one, "
-            f"`mv {folder} {folder.with_name('.' + folder.name + '.other')} && mv {aside} {folder}`, and give its configuration")
+            f"`mv {folder} {folder.with_name('.' + folder.name + '.other')} && mv {aside} {folder}`, and give its "
+            "configuration")
 
 
 def _differences(folder: Path, config: dict[str, Any]) -> str:
