@@ -22,11 +22,14 @@ def set_aside(folder: Path, own: Path, config: dict[str, Any]) -> str:
     config   its configuration as JSON values, to say which keys differ
     """
     place = folder / "checkpoints"
+    aside, half = (folder.with_name(f".{folder.name}.{name}") for name in ("set-aside", "setting-aside"))
+    if (half / place.name).exists():  # killed before it had its name
+        shutil.rmtree(aside, ignore_errors=True)
+        half.rename(aside)
     others = [path for path in place.glob("[!.]*") if path != own and not (path / FINISHED).exists() and checkpoints(path)]
     if not others or checkpoints(own):
         return ""
     steps = max(step for path in others for step, _ in checkpoints(path))
-    aside, half = (folder.with_name(f".{folder.name}.{name}") for name in ("set-aside", "setting-aside"))
     half.mkdir(exist_ok=True)
     # The checkpoints last: as long as they are here, this is done again.
     found = sorted((path for path in folder.iterdir() if path.name not in STAYS and path != place), key=str)
