@@ -19,6 +19,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy as np
 
 from mopd.sampling import vllm_wire as wire
@@ -115,9 +116,17 @@ class VLLMFleet(TurnEngine):
             self._home.pop(session, None)
 
     def score(self, tokens: np.ndarray) -> np.ndarray:
-        """See TurnEngine; by the live server that is least busy."""
-        endpoint = self._run(self._until_live())
-        return self._weights.logprobs(endpoint.url, np.asarray(tokens))
+        """See TurnEngine; by the live server that is least busy, by another where that one goes away meanwhile."""
+        while True:
+            endpoint = self._run(self._until_live())
+            try:
+                return self._weights.logprobs(endpoint.url, np.asarray(tokens))
+            except httpx2.HTTPError as error:
+                self._run(self._went_away(endpoint, f"{type(error).__name__} {error}".strip()))
+
+    async def _went_away(self, endpoint: Endpoint, words: str) -> None:
+        self._servers.counted("a server went away while it scored")
+        self._balance.failed(endpoint, time.monotonic(), words, down=True)
 
     def close(self) -> None:
         """End the requests under way and the thread; may be called twice."""

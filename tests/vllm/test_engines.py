@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import httpx2
 import numpy as np
 import pytest
 import torch
@@ -71,6 +72,28 @@ def prompts(rows: int, count: int = 6) -> list[Request]:
     draw = np.random.default_rng(5)
     return [Request(draw.integers(0, rows, draw.integers(4, 60)).astype(np.uint32), seed=2**63 + 11 * i,
                     session=f"s{i}", max_tokens=3 if i == 2 else None) for i in range(count)]
+
+
+def test_a_server_that_goes_away_while_it_scores_is_left_to_another(fleet, models, monkeypatch):
+    """As where one is killed between its new weights and their probe."""
+    text, broken, real = np.arange(3, 40, dtype=np.uint32), [], fleet._weights.logprobs
+
+    def breaking(url, tokens):
+        if not broken:
+            broken.append(url)
+            raise httpx2.ReadError("connection reset by peer")
+        assert url != broken[0], "it is left alone for a while"
+        return real(url, tokens)
+
+    monkeypatch.setattr(fleet._weights, "logprobs", breaking)
+    np.testing.assert_allclose(fleet.score(text), HFEngine(load_model(models["game"]).eval()).score(text), atol=TOLERANCE)
+    assert "ReadError connection reset" in fleet.servers()[broken[0]]
+    monkeypatch.undo()
+    deadline = time.monotonic() + 60
+    while set(fleet.servers().values()) != {"answers"}:  # it is greeted again
+        assert time.monotonic() < deadline, fleet.servers()
+        fleet.score(text)
+        time.sleep(0.2)
 
 
 def logits_of(model, request, done) -> torch.Tensor:
