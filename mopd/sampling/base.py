@@ -56,10 +56,10 @@ class Completion:
     experts: np.ndarray | None = None
 
 
-def stopped(turn: Completion, strings: StopStrings | None) -> Completion:
+def stopped(turn: Completion, strings: StopStrings | None, known: int = 0) -> Completion:
     """A whole turn of an engine that knows no texts, up to where one of `strings` ended it. What it wrote behind changes
-    nothing before it, so this is what stopping there would have given."""
-    end = None if strings is None else strings.end_of(turn.tokens)
+    nothing before it, so this is what stopping there would have given. The first `known` tokens did not end it."""
+    end = None if strings is None else strings.end_of(turn.tokens, known)
     if end is None:
         return turn
     versions = turn.version if isinstance(turn.version, int) else turn.version[:end]

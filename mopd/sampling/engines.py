@@ -118,10 +118,12 @@ def check_engine(engine: Any, name: str) -> StreamingEngine:
 
 
 def engine_faults(stats: Mapping[str, Any]) -> dict[str, int]:
-    """Reason → how often an engine met it, also where another try mended it, of its `stats`: `faults` of servers, and
-    `troubles`, turns that were not written."""
+    """Reason → how often an engine met it, also where another try mended it, of its `stats`: `faults` of servers,
+    `troubles`, turns that were not written, and `unused_tokens`, written behind a stop string."""
     faults, troubles = dict(stats.get("faults", {})), dict(stats.get("troubles", {}))  # other threads go on counting
-    return summed([faults, {f"turns not written: {reason}": number for reason, number in troubles.items()}])
+    unused = stats.get("unused_tokens", 0)
+    behind = {"tokens behind a stop string": unused} if unused else {}
+    return summed([faults, behind, {f"turns not written: {reason}": number for reason, number in troubles.items()}])
 
 
 def student_config(config: Any, source: str = "") -> Any:

@@ -40,7 +40,7 @@ class TurnEngine(abc.ABC):
 
     def __init__(self, *, max_batch: int, version: int, patience_s: float = 0.0):
         self.max_batch, self.version, self.patience_s = max_batch, version, patience_s
-        self.stats: dict[str, Any] = {"sampled_tokens": 0, "prompt_tokens": 0, "turns": 0, "pieces": 0,
+        self.stats: dict[str, Any] = {"sampled_tokens": 0, "prompt_tokens": 0, "turns": 0, "pieces": 0, "unused_tokens": 0,
                                       "troubles": collections.Counter()}
         self._writing: dict[Hashable, Writing] = {}
         self._sessions: set[str] = set()
@@ -103,6 +103,7 @@ class TurnEngine(abc.ABC):
                 self.stats["sampled_tokens"] += len(what.tokens)
                 self.stats["prompt_tokens"] += len(writing.request.tokens)
                 self.stats["pieces"] += len(writing.pieces)
+                self.stats["unused_tokens"] += writing.unused
             else:
                 self.stats["troubles"][what.reason] += 1
         return found

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mopd.sampling.base import Completion, Request, SamplingOptions
+from mopd.sampling.base import Completion, Request, SamplingOptions, stopped
 from mopd.sampling.draws import check_options
 from mopd.seeds import stable_seed
 
@@ -187,6 +187,7 @@ class Writing:
     """A turn that is being written: the request, and what there is of it so far.
 
     told      see Turn
+    unused    tokens that vLLM, which has no texts here, wrote behind a stop string
     begin     version of the weights where the engine does not say
     """
 
@@ -194,7 +195,7 @@ class Writing:
         self.request, self.options, self.told = request, options, told
         self.limit = options.max_tokens if request.max_tokens is None else min(request.max_tokens, options.max_tokens)
         self.pieces: list[Piece] = []
-        self.count = 0
+        self.count = self.unused = 0
 
     def turn(self) -> Turn:
         """What is left to write. The draws of a later piece come from the seed and its position."""
@@ -208,34 +209,24 @@ class Writing:
                     top_p=float(options.top_p) if cut else 1.0, top_k=options.top_k if cut else 0, told=self.told)
 
     def add(self, piece: Piece) -> Completion | None:
-        """Take what was written of `turn()`; the whole turn where that was its end."""
-        if self.options.stop_strings is not None:
-            piece = self._stopped(piece)
+        """Take what was written of `turn()`; the whole turn where that was its end, or where a stop string ended it."""
+        known, strings = self.count, self.options.stop_strings
         if len(piece.tokens):
             self.pieces.append(piece)
             self.count += len(piece.tokens)
-        if not piece.ended:
+        tokens = np.concatenate([part.tokens for part in self.pieces]) if self.pieces else piece.tokens
+        if not piece.ended and (strings is None or strings.end_of(tokens, known) is None):
             return None
         parts = self.pieces
         versions = np.concatenate([part.versions for part in parts])
         sets = [one for part in parts for one in (part.candidates or (None,) * len(part.tokens))]
-        return Completion(
-            np.concatenate([part.tokens for part in parts]), np.concatenate([part.logprob for part in parts]), piece.finish,
+        whole = Completion(
+            tokens, np.concatenate([part.logprob for part in parts]), piece.finish,
             int(versions[0]) if (versions == versions[0]).all() else versions.astype(np.int32),
             tuple(sets) if any(one is not None for one in sets) else None, parts[-1].experts)
-
-
-    def _stopped(self, piece: Piece) -> Piece:
-        """The piece up to where a stop string ended the turn. vLLM has no texts here and writes on; what it writes behind an
-        end changes nothing before it, so this is what stopping there would have given."""
-        tokens = np.concatenate([*(part.tokens for part in self.pieces), piece.tokens])
-        end = self.options.stop_strings.end_of(tokens, self.count)
-        if end is None:
-            return piece
-        count = end - self.count
-        read = None if piece.experts is None else piece.experts[:len(piece.experts) - (len(piece.tokens) - count)]
-        return Piece(piece.tokens[:count], piece.logprob[:count], piece.versions[:count], "stop",
-                     None if piece.candidates is None else piece.candidates[:count], read)
+        turn = stopped(whole, strings, known)
+        self.unused = len(whole.tokens) - len(turn.tokens)
+        return turn
 
 
 def check_request(request: Request, options: SamplingOptions, vocabulary: int, positions: int | None) -> None:

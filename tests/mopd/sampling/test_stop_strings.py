@@ -105,6 +105,7 @@ def test_an_engine_that_knows_no_texts_has_its_turns_cut(tokenizer):
         assert turn.finish == "stop" and turn.tokens.tolist() == tokens[:end].tolist()
         assert turn.version.tolist() == list(range(end)) and len(turn.candidates) == end
         np.testing.assert_array_equal(turn.logprob, logprob[:end])
+        assert writing.unused == len(tokens) - end
         np.testing.assert_array_equal(turn.experts, experts[:len(prompt) + end - 1])
     assert stopped(whole, None) is whole and stopped(whole, StopStrings(["wolf"], tokenizer)) is whole
 
