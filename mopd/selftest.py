@@ -91,9 +91,9 @@ def selftest(learner: Learner, step: LearnerStep, *, ids: Sequence[int], seed: i
 
 def _split_scores(learner: Learner, step: LearnerStep, batch: MicroBatch) -> torch.Tensor:
     """The student's scores [N] with the columns spread over the ranks of its group (deepspeed.sequence_parallel_size)."""
-    own = learner.forward_only([learner.sequence.mine(batch.to(learner.device))], lambda logits, part: label_logprob(
+    own = learner.forward_only([learner.sequence.mine(batch)], lambda logits, part: label_logprob(
         logits, part.label, step.temperature), split=True)[0]
-    return learner.sequence.join(batch.to(learner.device), own).float().cpu()
+    return learner.sequence.join(batch, own, learner.device).float().cpu()
 
 
 def require(checks: Sequence[Check]) -> None:

@@ -244,7 +244,7 @@ def check_written(path: Path, routers: dict[str, set[str]]) -> None:
     was right. Reads no more than the routers."""
     if not routers:
         return
-    state = torch.load(path, map_location="cpu", mmap=True, weights_only=False)  # this process has just written it
+    state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     for name, expected in routers.items():
         held = [part[name] for part in (state.get("module"), state.get("frozen_param_fragments"))
                 if part and name in part and part[name].numel()]

@@ -61,8 +61,8 @@ class SequenceParallel:
         self._attention = DistributedAttention(_core, self._group, scatter_idx=2, gather_idx=1)
 
     def mine(self, batch: MicroBatch) -> MicroBatch:
-        """The micro-batch with the loss tokens alone that this rank's columns predict; the columns stay whole. In `extra`
-        "begins": whether a token is its action's first, bool [n]."""
+        """The micro-batch (on the CPU, as `pack` made it) with the loss tokens alone that this rank's columns predict; the
+        columns stay whole. In `extra` "begins": whether a token is its action's first, bool [n]."""
         chosen = self._chosen(batch)
         begins = torch.from_numpy(begins_of(batch.row.numpy(), batch.action.numpy()))
         fields = {name: getattr(batch, name)[chosen] for name in TOKEN_FIELDS}
@@ -88,12 +88,13 @@ class SequenceParallel:
             position_ids=pad(batch.position_ids, (0, more))[:, own].contiguous(), valid=valid.contiguous(), attention=mask,
             routes=routes, source_index=row * width + column - own.start, tokens=int(valid.sum()))
 
-    def join(self, batch: MicroBatch, values: torch.Tensor | None) -> torch.Tensor:
-        """Numbers [N] of all loss tokens of a micro-batch, of which each rank of the group has those of `mine(batch)`."""
+    def join(self, batch: MicroBatch, values: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+        """Numbers [N] of all loss tokens of a micro-batch, of which each rank of the group has those of `mine(batch)`;
+        `device` is that of the ranks' exchanges."""
         whole = torch.zeros(batch.loss_tokens, dtype=torch.float64)
         if values is not None:
             whole[self._chosen(batch)] = values.double().cpu()
-        whole = whole.to(batch.input_ids.device)
+        whole = whole.to(device)
         torch.distributed.all_reduce(whole, group=self._group)
         return whole
 
