@@ -109,14 +109,19 @@ def finished_run(config: Config, launch: Launch, folder: Path) -> str:
     kill at the end left to do is done."""
     try:
         record = json.loads((folder / FINISHED_RUN).read_text())
-    except (OSError, ValueError):
+        steps, run = record["steps"], record["run"]
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        print(f"{folder / FINISHED_RUN} cannot be read ({type(error).__name__}: {error}), so it is not known whether this "
+              "run is finished", file=sys.stderr)
         return ""
     model = folder / "model"
-    if record.get("run") != run_digest(config, launch) or not all(
+    if run != run_digest(config, launch) or not all(
             (model / name).is_file() for name in ("config.json", "manifest.json")):
         return ""
     _close_checkpoints(folder, config.train.keep_every)
-    return (f"result: {config.train.name} (seed {config.seed}): finished before, with {record['steps']} steps of this very "
+    return (f"result: {config.train.name} (seed {config.seed}): finished before, with {steps} steps of this very "
             f"configuration, student, store and teachers; nothing was trained now. To train it anew: --resume never\n"
             f"model: {model}")
 

@@ -36,11 +36,12 @@ def set_aside(folder: Path, own: Path, config: dict[str, Any]) -> str:
     differ = _differences(half if (half / "config.json").is_file() else folder, config)
     for path in [*found, place]:
         path.rename(half / path.name)
+    earlier = "What lay there before is removed. " if aside.exists() else ""
     shutil.rmtree(aside, ignore_errors=True)
     half.rename(aside)
     return (f"{folder} held an unfinished run of another configuration, {steps} steps of it in a checkpoint{differ}. It lies "
-            f"in {aside} now, until another takes its place, and this run starts anew. To go on with it, end this one, "
-            f"`mv {folder} {folder.with_name('.' + folder.name + '.other')} && mv {aside} {folder}`, and give its "
+            f"in {aside} now, until another takes its place, and this run starts anew. {earlier}To go on with it, end this "
+            f"one, `mv {folder} {folder.with_name('.' + folder.name + '.other')} && mv {aside} {folder}`, and give its "
             "configuration")
 
 
