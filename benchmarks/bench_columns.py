@@ -13,9 +13,7 @@ import argparse
 import json
 import os
 import resource
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -27,7 +25,7 @@ import torch  # noqa: E402
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.bench_scaling import VOCABULARY, loss, rows_of  # noqa: E402
+from benchmarks.bench_scaling import VOCABULARY, loss, processes, rows_of  # noqa: E402
 from mopd.learner.engine import Learner, LearnerConfig, start_processes  # noqa: E402
 from mopd.learner.model import TinyMoEConfig, new_tiny_moe  # noqa: E402
 from mopd.learner.packing import pack  # noqa: E402
@@ -62,17 +60,6 @@ def ranks_main(options: dict) -> None:
     leave()
 
 
-def processes(options: dict, size: int) -> dict:
-    with tempfile.TemporaryDirectory() as place:
-        script = Path(place) / "ranks.py"
-        script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-                          f"from benchmarks.bench_columns import ranks_main; ranks_main({options!r})\n")
-        done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={size}",
-                               str(script)], env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True,
-                              check=True)
-    return json.loads(done.stdout[done.stdout.index("RESULT") + 6:])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prefix", default="2048,4096,8192")
@@ -85,7 +72,7 @@ def main() -> None:
     for prefix in map(int, given.prefix.split(",")):
         options = {"prefix": prefix, **{name: getattr(given, name) for name in ("hidden", "layers", "turn", "steps")}}
         for size in (1, 2):
-            found.append({"prefix": prefix, "ranks": size} | processes(options, size))
+            found.append({"prefix": prefix, "ranks": size} | processes(options, size, "bench_columns"))
             now, one = found[-1], found[-1] if size == 1 else found[-2]
             print(f"| {prefix + 4 * given.turn:,} | {size} | {now['peak'] / 2**20:,.0f} | {now['peak'] / one['peak']:.2f} | "
                   f"{now['seconds']:.2f} | {now['cpu']:.2f} | {now['loss']:.6f} |", flush=True)

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -108,12 +109,13 @@ def ranks_main(options: dict) -> None:
     leave()
 
 
-def processes(options: dict, size: int) -> list[dict]:
-    """The cases of `size` processes, started afresh so that none inherits another's memory."""
+def processes(options: dict, size: int, module: str = "bench_scaling") -> Any:
+    """What `ranks_main(options)` of a benchmark finds in `size` processes, started afresh so that none inherits another's
+    memory."""
     with tempfile.TemporaryDirectory() as place:
         script = Path(place) / "ranks.py"
         script.write_text(f"import sys; sys.path.insert(0, {str(ROOT / 'benchmarks')!r})\n"
-                          f"from bench_scaling import ranks_main; ranks_main({options!r})\n")
+                          f"from {module} import ranks_main; ranks_main({options!r})\n")
         done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={size}",
                                str(script)], env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True,
                               check=True)

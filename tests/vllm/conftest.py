@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from teachers.serve_student import student_options
 from tests.vllm.proxy import Proxy
 
 HERE = Path(__file__).parent
@@ -125,6 +127,22 @@ def undamaged(request):
     yield
     if "proxy" in request.fixturenames:
         request.getfixturevalue("proxy").reset()
+
+
+@contextlib.contextmanager
+def student_servers(model, logs, count: int = 2):
+    """So many servers of one student, all answering; their logs lie in the folder `logs`."""
+    found = [Server(student_options(str(model), port=free_port(), dtype="float32", max_model_len=512,
+                                    extra=("--max-num-seqs", "16")), logs / f"{i}.log") for i in range(count)]
+    try:
+        for server in found:
+            server.start()
+        for server in found:
+            server.wait()
+        yield found
+    finally:
+        for server in found:
+            server.stop()
 
 
 @pytest.fixture

@@ -25,8 +25,7 @@ from mopd.sampling.vllm_local import VLLMEngine
 from mopd.sampling.weight_folder import WeightFolder
 from mopd.sampling.work import Work
 from mopd.sampling.works import Works
-from teachers.serve_student import student_options
-from tests.vllm.conftest import Server, free_port
+from tests.vllm.conftest import student_servers
 
 TOLERANCE = 1e-4
 
@@ -34,18 +33,8 @@ TOLERANCE = 1e-4
 @pytest.fixture(scope="module")
 def pair(models, tmp_path_factory):
     """Two servers of one student, the model "game"."""
-    logs = tmp_path_factory.mktemp("students")
-    found = [Server(student_options(str(models["game"]), port=free_port(), dtype="float32", max_model_len=512,
-                                    extra=("--max-num-seqs", "16")), logs / f"{i}.log") for i in range(2)]
-    try:
-        for server in found:
-            server.start()
-        for server in found:
-            server.wait()
+    with student_servers(models["game"], tmp_path_factory.mktemp("students")) as found:
         yield found
-    finally:
-        for server in found:
-            server.stop()
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from teachers.serve_student import student_options
 from tests.integration.test_overlap import check_accounts, check_batches, student
 from tests.tiny_run import records, start_mopd
-from tests.vllm.conftest import Server, free_port
+from tests.vllm.conftest import student_servers
 
 STEPS = 16
 
@@ -18,17 +17,8 @@ STEPS = 16
 @pytest.fixture
 def pair(models, tmp_path):
     """Two servers of the student."""
-    found = [Server(student_options(str(models["game"]), port=free_port(), dtype="float32", max_model_len=512,
-                                    extra=("--max-num-seqs", "16")), tmp_path / f"{i}.log") for i in range(2)]
-    try:
-        for server in found:
-            server.start()
-        for server in found:
-            server.wait()
+    with student_servers(models["game"], tmp_path) as found:
         yield found
-    finally:
-        for server in found:
-            server.stop()
 
 
 def test_a_run_goes_on_without_a_server_and_waits_where_none_is_left(pair, models, tiny_run, tmp_path):

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
+import os
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,8 +18,10 @@ import torch
 from mopd.learner.engine import Learner, LearnerConfig
 from mopd.learner.packing import pack
 from mopd.learner.weights import named_weights
+from mopd.ranks import leave
 from mopd.rows import STREAMS
 from tests.mopd.learner.tiny import make_model, mixed_rows
+from tests.tiny_run import torchrun
 
 DOMAINS = ("game", "science")
 FACTORS = {
@@ -149,10 +154,21 @@ def differences(one: dict, two: dict) -> tuple[float, float, float]:
     return worst("loss"), worst("norm"), abs(one["change"] - two["change"]) / one["change"]
 
 
+def results_of_two(module: str, rows: list[Row], place: Path, *, timeout: float) -> dict[Row, dict]:
+    """Row → what `ranks_main()` of a test module printed of it (`tell`), run by two processes."""
+    done = torchrun(f"from {module} import ranks_main\nranks_main()\n", place, timeout=timeout)
+    return dict(zip(rows, json.loads(done.stdout[done.stdout.index("RESULT") + 6:]), strict=True))
+
+
+def tell(results: list[dict]) -> None:
+    """The end of a `ranks_main`: rank 0 prints what was found, and all ranks leave together."""
+    if os.environ["RANK"] == "0":
+        print("RESULT" + json.dumps(results), flush=True)
+    leave()
+
+
 def on_ranks(rows: list[Row]) -> list[dict]:
     """Every row on this process of a job; all ranks call it."""
-    import os
-
     from mopd.learner.engine import start_processes
 
     rank, size = start_processes()

@@ -6,13 +6,10 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
 
 import pytest
 
 from mopd.learner.engine import LearnerConfig
-from mopd.ranks import leave
 from tests.mopd.learner.configurations import (
     FACTORS,
     TOLERANCE,
@@ -22,28 +19,24 @@ from tests.mopd.learner.configurations import (
     on_ranks,
     possible,
     reference_of,
+    results_of_two,
     spread_rows,
+    tell,
     trained,
 )
-from tests.tiny_run import torchrun
 
 pytestmark = pytest.mark.timeout(900)
 ROWS = list(dict.fromkeys([*spread_rows(), *every(2)]))
 
 
 def ranks_main() -> None:
-    results = on_ranks(ROWS)
-    if os.environ["RANK"] == "0":
-        print("RESULT" + json.dumps(results), flush=True)
-    leave()
+    tell(on_ranks(ROWS))
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     """All rows, in one pair of processes."""
-    done = torchrun("from tests.mopd.learner.test_configurations import ranks_main\nranks_main()\n",
-                    tmp_path_factory.mktemp("two"), timeout=800)
-    return dict(zip(ROWS, json.loads(done.stdout[done.stdout.index("RESULT") + 6:]), strict=True))
+    return results_of_two("tests.mopd.learner.test_configurations", ROWS, tmp_path_factory.mktemp("two"), timeout=800)
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 
 import numpy as np
 import pytest
@@ -14,11 +12,18 @@ from mopd.learner.engine import Learner, LearnerConfig
 from mopd.learner.packing import pack
 from mopd.learner.sequence_parallel import SequenceParallel
 from mopd.learner.weights import named_weights
-from mopd.ranks import leave
 from mopd.rows import STREAMS
-from tests.mopd.learner.configurations import DOMAINS, TOLERANCE, Row, batches_of, reference_of, weighted_cross_entropy
+from tests.mopd.learner.configurations import (
+    DOMAINS,
+    TOLERANCE,
+    Row,
+    batches_of,
+    reference_of,
+    results_of_two,
+    tell,
+    weighted_cross_entropy,
+)
 from tests.mopd.learner.tiny import make_model, mixed_rows
-from tests.tiny_run import torchrun
 
 pytestmark = pytest.mark.timeout(600)
 STEPS, COUNT = 3, 7
@@ -52,17 +57,12 @@ def ranks_main() -> None:
     from mopd.learner.engine import start_processes
 
     start_processes()
-    results = [trained(row, 2) for row in ROWS]
-    if os.environ["RANK"] == "0":
-        print("RESULT" + json.dumps(results), flush=True)
-    leave()
+    tell([trained(row, 2) for row in ROWS])
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    done = torchrun("from tests.mopd.learner.test_sequence_parallel import ranks_main\nranks_main()\n",
-                    tmp_path_factory.mktemp("two"), timeout=500)
-    return dict(zip(ROWS, json.loads(done.stdout[done.stdout.index("RESULT") + 6:]), strict=True))
+    return results_of_two("tests.mopd.learner.test_sequence_parallel", ROWS, tmp_path_factory.mktemp("two"), timeout=500)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
